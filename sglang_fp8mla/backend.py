@@ -1,0 +1,542 @@
+"""The attention backend: stock `flashinfer` for MLA, with the pool read in FP8 or cast row by row.
+
+The parent builds every index and every wrapper. We stand between it and FlashInfer at two places:
+`plan`, where a sink takes the parent's twelve arguments, gives the KV dtype its own value and keeps
+what the batch references; and the two forwards, where one layer's pool is attended by the path of
+the phase. A pool that is not FP8 leaves the parent alone. Imports SGLang and FlashInfer.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from sglang.srt.layers.attention import flashinfer_mla_backend as stock
+from sglang.srt.layers.attention.attention_registry import create_flashinfer_backend
+from sglang.srt.runtime_context import get_disagg, get_parallel
+
+from . import compat, policy, probe
+from .checks import Check
+from .envs import Settings, read
+from .kernels.gather_cast import POOL_DTYPES
+from .probe import DECODE, EXTEND, Facts
+from .workspace import LiveSlots, Workspace
+
+logger = logging.getLogger(__name__)
+
+_UNIT_SCALES = {"ckv_scale": 1.0, "kpe_scale": 1.0}
+_logged: set[str] = set()
+
+
+def _log_once(level: int, message: str, *args: object) -> None:
+    line = message % args
+    if line not in _logged:
+        _logged.add(line)
+        logger.log(level, "%s", line)
+
+
+def create(runner: Any, settings: Settings) -> Any:
+    """The backend for `runner`: ours for MLA models, stock `flashinfer` for all others.
+
+    Raises:
+        IncompatibleEnvironment, InvalidArgument: as `FlashInferMLAFp8Backend`.
+    """
+    if not runner.use_mla_backend:
+        _log_once(logging.INFO, "not an MLA model: stock flashinfer attends")
+        return create_flashinfer_backend(runner)
+    return FlashInferMLAFp8Backend(runner, settings=settings)
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """The geometry of one layer of the KV pool."""
+
+    num_slots: int
+    dim: int
+    dtype: torch.dtype
+    region: AbstractContextManager[object] | None
+
+    @property
+    def stock_bytes_per_layer(self) -> int:
+        """What stock moves to cast the layer: every row read in FP8 and written in 16 bits."""
+        return self.num_slots * self.dim * 3
+
+
+def check_pool(runner: Any) -> list[Check]:
+    """What the model and its pool forbid, before anything is allocated."""
+    config = runner.model_config
+    pool = getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)
+    checks = []
+    if getattr(pool, "use_dsa", False):
+        checks.append(
+            Check(
+                "pool",
+                "fail",
+                "a sparse-attention (DSA) pool, whose rows no dense kernel reads",
+                "serve the model with --attention-backend dsa, or densely, which is what it "
+                f"computes up to index_topk tokens, by adding {compat.DENSE_OVERRIDE}",
+            )
+        )
+        return checks
+    rows = pool.get_key_buffer(pool.start_layer or 0)
+    dim = config.kv_lora_rank + config.qk_rope_head_dim
+    if rows.shape[-1] != dim:
+        found = f"rows of {rows.shape[-1]} values, the model has {dim}"
+        checks.append(Check("pool", "fail", found, "use --attention-backend flashinfer"))
+    return checks
+
+
+def pool_layout(runner: Any) -> PoolLayout:
+    """The geometry of the runner's pool; `check_pool` has passed."""
+    pool = getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)
+    rows = pool.get_key_buffer(pool.start_layer or 0)
+    region = None
+    saver = getattr(pool, "memory_saver_adapter", None)
+    if saver is not None:
+        # the tag of the pool itself: both leave the GPU while the engine sleeps
+        from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+        region = saver.region(GPU_MEMORY_TYPE_KV_CACHE)
+    return PoolLayout(rows.shape[0], rows.shape[-1], runner.kv_cache_dtype, region)
+
+
+def facts_of(runner: Any, num_heads: int) -> Facts:
+    """The plain values that the choice of a path may depend on."""
+    device = torch.device(runner.device)
+    on_gpu = device.type == "cuda"
+    return Facts(
+        device_name=torch.cuda.get_device_name() if on_gpu else device.type,
+        capability=torch.cuda.get_device_capability() if on_gpu else (0, 0),
+        num_heads=num_heads,
+        ckv_dim=runner.model_config.kv_lora_rank,
+        kpe_dim=runner.model_config.qk_rope_head_dim,
+        q_dtype=str(runner.dtype).removeprefix("torch."),
+        pool_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        flashinfer=compat.installed_version("flashinfer-python") or "",
+    )
+
+
+@dataclass
+class Planned:
+    """What one wrapper was last planned for; the tensors live on the device."""
+
+    path: str
+    bs: int
+    kv_indptr: torch.Tensor  # [bs + 1] int32; address-stable under a CUDA graph
+    kv_indices: torch.Tensor  # [>= kv_indptr[bs]] int32; address-stable under a CUDA graph
+    num_heads: int  # planned, at least the layer's
+
+
+class PlanSink:
+    """Stands in for FlashInfer's wrapper while the parent plans."""
+
+    def __init__(
+        self,
+        backend: FlashInferMLAFp8Backend,
+        wrapper: Any,
+        phase: str,
+        kv_indptr: torch.Tensor | None,
+    ) -> None:
+        self._backend = backend
+        self._wrapper = wrapper
+        self._phase = phase
+        self._kv_indptr = kv_indptr
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        """Keep the batch for the layers, and plan the wrapper with the dtype that it will read."""
+        bs = len(kv_len_arr)
+        if bs == 0:
+            return  # an idle rank attends nothing, and FlashInfer refuses empty batches
+        on_device = kv_indptr if self._kv_indptr is None else self._kv_indptr
+        planned = self._backend.note_plan(
+            self._wrapper, self._phase, bs, on_device, kv_indices, num_heads
+        )
+        if planned.path == "fused":
+            return
+        if planned.path == "native":
+            kv_data_type = self._backend.pool_dtype
+        self._wrapper.plan(
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            kv_len_arr,
+            num_heads,
+            head_dim_ckv,
+            head_dim_kpe,
+            page_size,
+            causal,
+            sm_scale,
+            q_data_type,
+            kv_data_type,
+        )
+
+
+class Fp8IndicesUpdaterDecode(stock.FlashInferMLAIndicesUpdaterDecode):
+    """The parent's index building, planned through the sink."""
+
+    def call_begin_forward(
+        self,
+        wrapper: Any,
+        paged_kernel_lens: torch.Tensor,
+        paged_kernel_lens_sum: int,
+        q_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        init_metadata_replay: bool = False,
+        spec_info: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        # on replay plan() gets host copies; these are the device lengths that it stands for
+        lens = kv_indptr if spec_info is None else spec_info.kv_indptr
+        sink = PlanSink(self.attn_backend, wrapper, DECODE, lens[: len(paged_kernel_lens) + 1])
+        super().call_begin_forward(
+            sink,
+            paged_kernel_lens,
+            paged_kernel_lens_sum,
+            q_indptr,
+            kv_indptr,
+            init_metadata_replay,
+            spec_info,
+            **kwargs,
+        )
+
+
+class Fp8IndicesUpdaterPrefill(stock.FlashInferMLAIndicesUpdaterPrefill):
+    """The parent's index building, planned through the sink."""
+
+    num_local_heads: int
+
+    def __init__(self, model_runner: Any, attn_backend: FlashInferMLAFp8Backend) -> None:
+        super().__init__(model_runner, attn_backend)
+        self._layer_heads = self.num_local_heads
+
+    def call_begin_forward(
+        self,
+        wrapper_ragged: Any,
+        wrapper_paged: Any,
+        req_pool_indices: torch.Tensor,
+        paged_kernel_lens: torch.Tensor,
+        paged_kernel_lens_sum: int,
+        seq_lens: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        use_ragged: bool,
+        spec_info: Any = None,
+        attn_dcp_metadata: Any = None,
+        fast_verify_plan_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # ragged prefill and a gathered DCP buffer stay the parent's, which casts what it reads
+        reads_pool = not use_ragged and not _is_gathered(attn_dcp_metadata)
+        fast = fast_verify_plan_kwargs
+        # the parent plans with this attribute; its causal plans may need padded heads
+        heads = probe.plan_heads(self._layer_heads) if reads_pool else self._layer_heads
+        self.num_local_heads = heads
+        sink = PlanSink(self.attn_backend, wrapper_paged, EXTEND, None)
+        super().call_begin_forward(
+            wrapper_ragged,
+            # DFLASH's fast plan writes to the wrapper itself and calls no plan()
+            sink if reads_pool and fast is None else wrapper_paged,
+            req_pool_indices,
+            paged_kernel_lens,
+            paged_kernel_lens_sum,
+            seq_lens,
+            prefix_lens,
+            kv_indptr,
+            qo_indptr,
+            use_ragged,
+            spec_info,
+            attn_dcp_metadata,
+            fast,
+            **kwargs,
+        )
+        if fast is not None:
+            self.attn_backend.note_plan(
+                wrapper_paged,
+                EXTEND,
+                len(seq_lens),
+                fast["kv_indptr_cpu"],
+                fast["kv_indices_buf"],
+                heads,
+            )
+
+
+def _is_gathered(attn_dcp_metadata: Any) -> bool:
+    """Whether DCP gathered the keys of this extend into a buffer of their own."""
+    return getattr(attn_dcp_metadata, "dcp_kv_buffer", None) is not None
+
+
+class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
+    """FlashInfer MLA attention over an FP8 pool that is never cast whole.
+
+    Args:
+        model_runner: SGLang's ModelRunner, its KV pool built.
+        skip_prefill: decode only (the steps of a multi-step draft).
+        kv_indptr_buf, q_indptr_decode_buf: as the parent takes them.
+        settings: the environment, read again when None.
+
+    Raises:
+        IncompatibleEnvironment: the pool, the GPU or a forced path does not fit, or the workspace
+            has no room; the message says what helps.
+        InvalidArgument: an environment variable of the package or the profile is bad.
+    """
+
+    def __init__(
+        self,
+        model_runner: Any,
+        skip_prefill: bool = False,
+        kv_indptr_buf: torch.Tensor | None = None,
+        q_indptr_decode_buf: torch.Tensor | None = None,
+        *,
+        settings: Settings | None = None,
+    ) -> None:
+        settings = settings or read()
+        self.pool_dtype: torch.dtype = model_runner.kv_cache_dtype
+        self._planned: WeakKeyDictionary[Any, Planned] = WeakKeyDictionary()
+        active = self.pool_dtype in POOL_DTYPES
+        if active:
+            bad = check_pool(model_runner)
+            if bad:
+                raise compat.refusal("create_backend", bad)
+        super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
+        if not active:
+            _log_once(
+                logging.INFO,
+                "the KV pool is %s: nothing to cast, stock flashinfer attends",
+                self.pool_dtype,
+            )
+            return
+
+        self.indices_updater_decode = Fp8IndicesUpdaterDecode(model_runner, self)
+        if not skip_prefill:
+            self.indices_updater_prefill = Fp8IndicesUpdaterPrefill(model_runner, self)
+        layout = pool_layout(model_runner)
+        device = torch.device(self.device)
+        facts = facts_of(model_runner, self.indices_updater_decode.num_local_heads)
+        self.decision, _ = policy.choose(
+            facts,
+            settings,
+            lambda path, phase: probe.run_probe(path, phase, facts, str(device)),
+        )
+        self._live: LiveSlots | None = None
+        self._workspace: Workspace | None = None
+        phases = (
+            [self.decision.decode] if skip_prefill else [self.decision.decode, self.decision.extend]
+        )
+        if any("gather_cast" in choice.paths for choice in phases):
+            self._live = LiveSlots(layout.num_slots, device)
+            self._workspace = Workspace.get(
+                layout.num_slots,
+                layout.dim,
+                model_runner.dtype,
+                device,
+                # pdmux runs prefill and decode on streams of their own
+                exclusive=get_disagg().enable_pdmux,
+                region=layout.region,
+            )
+        # host lengths of a fast plan are copied here; one more entry than any batch
+        self._kv_indptr_staging = torch.empty_like(self.kv_indptr)
+        workspace_bytes = 0 if self._workspace is None else self._workspace.rows.nbytes
+        stock_bytes = layout.stock_bytes_per_layer * model_runner.model_config.num_hidden_layers
+        for choice in phases:
+            _log_once(
+                logging.INFO,
+                "%s path: %s, because %s; workspace %.2f GiB; stock would move %.1f GiB a step",
+                choice.phase,
+                choice,
+                choice.reason,
+                workspace_bytes / 2**30,
+                stock_bytes / 2**30,
+            )
+
+    def note_plan(
+        self,
+        wrapper: Any,
+        phase: str,
+        bs: int,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        num_heads: int,
+    ) -> Planned:
+        """Prepare one step for all layers: choose the path, list the live slots.
+
+        Args:
+            wrapper: the FlashInfer wrapper that the layers will run.
+            phase: `decode` or `extend`.
+            bs: requests, padded ones included.
+            kv_indptr: [bs + 1] int32. Under a CUDA graph its storage is what replays read; a host
+                copy is copied to the device, in order of the current stream.
+            kv_indices: [>= kv_indptr[bs]] int32, slots.
+            num_heads: heads that the wrapper is planned for.
+        """
+        if kv_indptr.device != kv_indices.device:
+            staged = self._kv_indptr_staging[: bs + 1]
+            kv_indptr = staged.copy_(kv_indptr[: bs + 1], non_blocking=True)
+        choice = self.decision.decode if phase == DECODE else self.decision.extend
+        planned = Planned(choice.path(bs), bs, kv_indptr, kv_indices, num_heads)
+        self._planned[wrapper] = planned
+        if planned.path == "gather_cast":
+            assert self._live is not None
+            self._live.update(kv_indices, kv_indptr, bs)
+        return planned
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> Any:
+        """One decode layer; arguments and result as the parent's."""
+        wrapper = self.forward_metadata.decode_wrapper
+        planned = self._planned.get(wrapper)
+        if planned is None:
+            return super().forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope
+            )
+        if save_kv_cache and k is not None:
+            self._write_rows(k, v, k_rope, layer, forward_batch)
+        # under DCP each rank holds part of the keys, and the ranks merge by base-2 LSE
+        return_lse = forward_batch.forward_mode.is_decode() and get_parallel().dcp_enabled
+        return self._attend(wrapper, planned, q, q_rope, layer, return_lse)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> Any:
+        """One extend layer; arguments and result as the parent's."""
+        planned = self._planned.get(getattr(self.forward_metadata, "prefill_wrapper", None))
+        # the parent reads live rows only in all of these: prefix chunks by MHA, ragged prefill,
+        # and a gathered DCP buffer
+        by_mha = forward_batch.attn_attend_prefix_cache is not None and any(
+            forward_batch.extend_prefix_lens_cpu
+        )
+        gathered = _is_gathered(forward_batch.attn_dcp_metadata)
+        if planned is None or by_mha or gathered or self.forward_metadata.use_ragged:
+            return super().forward_extend(
+                q, k, v, layer, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope
+            )
+        if save_kv_cache and k is not None:
+            self._write_rows(k, v, k_rope, layer, forward_batch)
+        wrapper = self.forward_metadata.prefill_wrapper
+        return self._attend(wrapper, planned, q, q_rope, layer, return_lse=False)
+
+    def _write_rows(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_rope: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+    ) -> None:
+        """Write the batch's new rows, by the pool's own doors, which quantise at scale 1."""
+        where = stock.KVWriteLoc.for_batch(forward_batch)
+        if k_rope is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        else:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, where, k, k_rope)
+
+    def _attend(
+        self,
+        wrapper: Any,
+        planned: Planned,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        layer: Any,
+        return_lse: bool,
+    ) -> Any:
+        """Attend one layer's pool; the rows of this step are written.
+
+        Returns:
+            [num_tokens, num_heads * ckv] in q's dtype; with `return_lse` also the base-2 LSE,
+            [num_tokens, num_heads] float32.
+        """
+        heads, ckv = layer.tp_q_head_num, layer.v_head_dim
+        if q_rope is None:
+            q = q.view(-1, heads, layer.head_dim)
+            q_nope, q_pe = q[..., :ckv], q[..., ckv:]
+        else:
+            q_nope = q.view(-1, heads, ckv)
+            q_pe = q_rope.view(-1, heads, layer.head_dim - ckv)
+        if layer.k_scale_float not in (None, 1.0):
+            _log_once(
+                logging.WARNING,
+                "the checkpoint's k_scale (layer %d: %s) is ignored: SGLang writes and reads MLA "
+                "rows at scale 1, as stock flashinfer does",
+                layer.layer_id,
+                layer.k_scale_float,
+            )
+        # get_key_buffer waits for HiCache's transfer of this layer
+        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(self.pool_dtype)
+        scales = _UNIT_SCALES
+        if planned.path == "gather_cast":
+            assert self._workspace is not None
+            assert self._live is not None
+            rows, scales = self._workspace.fill(rows, self._live), {}
+        if planned.num_heads != heads:
+            q_nope = probe.pad_heads(q_nope, planned.num_heads)
+            q_pe = probe.pad_heads(q_pe, planned.num_heads)
+        # not empty_like, which would keep the strides of a view into [ckv | kpe] rows
+        out = q_nope.new_empty(q_nope.shape)
+        result = wrapper.run(
+            q_nope,
+            q_pe,
+            rows[..., :ckv],
+            rows[..., ckv:],
+            out=out,
+            return_lse=return_lse,
+            **scales,
+        )
+        out, lse_log2 = result if return_lse else (result, None)
+        if planned.num_heads != heads:
+            out = out[:, :heads]
+        out = out.reshape(-1, heads * ckv)
+        return (out, lse_log2) if return_lse else out
+
+
+class FlashInferMLAFp8MultiStepDraftBackend(stock.FlashInferMLAMultiStepDraftBackend):
+    """The parent's multi-step draft with our backends as its steps; theirs would cast the pool."""
+
+    attn_backends: list[Any]
+
+    def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int) -> None:
+        super().__init__(model_runner, topk, speculative_num_steps)
+        self.attn_backends = [
+            FlashInferMLAFp8Backend(
+                model_runner,
+                skip_prefill=True,
+                kv_indptr_buf=self.kv_indptr[step],
+                q_indptr_decode_buf=self.q_indptr_decode,
+            )
+            for step in range(len(self.attn_backends))
+        ]
+        self.attn_backend_list = self.attn_backends

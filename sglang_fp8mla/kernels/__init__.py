@@ -1,0 +1,1 @@
+"""The package's own GPU kernels; nothing here imports sglang or flashinfer."""

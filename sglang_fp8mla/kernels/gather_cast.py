@@ -1,0 +1,261 @@
+"""Cast the FP8 rows that live requests reference, and no others.
+
+`list_live_slots` runs once per step and names each distinct slot once, so a prefix that many
+requests share is moved once; `gather_cast` runs once per layer over that list. Both read their
+counts on the device: a captured CUDA graph replays with a new batch, with no sync and no
+allocation. The cost follows the distinct live slots, never the size of the pool.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import InvalidArgument
+
+POOL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_BLOCK_LIST = 1024
+_LIST_PROGRAMS_PER_SM = 2
+_BLOCK_T = 8
+_CAST_PROGRAMS_PER_SM = 16
+_INTERPRETED_PROGRAMS = 3  # few and odd, so that tests walk the grid-stride loops
+
+
+# bs changes every batch: specialising on it would compile again at bs = 1 and multiples of 16
+@triton.jit(do_not_specialize=["bs"])
+def _claim_slots_kernel(
+    kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
+    kv_indptr,  # *i32 [bs + 1]
+    owner,  # *i32 [num_slots]
+    count,  # *i32 [1]
+    bs,
+    BLOCK: tl.constexpr,
+):
+    """owner[kv_indices[t]] = t for t < kv_indptr[bs]; of the t that share a slot, any one wins.
+
+    Programs stride over blocks of BLOCK entries. Program 0 clears `count` for the next kernel.
+    """
+    if tl.program_id(0) == 0:
+        tl.store(count, 0)
+    nnz = tl.load(kv_indptr + bs)
+    for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # [BLOCK]
+        mask = offs < nnz
+        slot = tl.load(kv_indices + offs, mask=mask, other=0).to(tl.int64)
+        tl.store(owner + slot, offs, mask=mask)
+
+
+@triton.jit(do_not_specialize=["bs"])
+def _compact_slots_kernel(
+    kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
+    kv_indptr,  # *i32 [bs + 1]
+    owner,  # *i32 [num_slots]
+    live_slots,  # *i32 [num_slots]
+    count,  # *i32 [1], 0 on entry
+    bs,
+    BLOCK: tl.constexpr,
+):
+    """live_slots[:count] = the slots of the entries that won their claim: each slot once.
+
+    Programs stride over blocks of BLOCK entries; each block takes its range with one atomic, so
+    the order of the list varies from run to run. Nothing downstream depends on it.
+    """
+    nnz = tl.load(kv_indptr + bs)
+    for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # [BLOCK]
+        mask = offs < nnz
+        slot = tl.load(kv_indices + offs, mask=mask, other=0)
+        won = mask & (tl.load(owner + slot.to(tl.int64), mask=mask, other=-1) == offs)
+        rank = tl.cumsum(won.to(tl.int32), 0)  # 1-based among the winners of the block
+        base = tl.atomic_add(count, tl.sum(won.to(tl.int32), 0))
+        tl.store(live_slots + base + rank - 1, slot, mask=won)
+
+
+@triton.jit
+def _decode_fp8(code, E5M2: tl.constexpr, HW_E4M3: tl.constexpr):
+    """The float value of FP8 bytes, exact, as float16 or float32; NaN codes give NaN.
+
+    Without HW_E4M3 the e4m3 fields go into a float32 whose exponent is 120 too small (the biases
+    differ by 127 - 7); times 2**120 is exact, subnormal codes included.
+    """
+    if E5M2:
+        # e5m2 is the upper byte of a float16, specials included
+        value = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    elif HW_E4M3:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        bits = code.to(tl.uint32)
+        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = tl.where(bits >= 0x80, -magnitude, magnitude)
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+    return value
+
+
+@triton.jit
+def _gather_cast_kernel(
+    pool,  # *u8 [num_slots, DIM], FP8 codes
+    live_slots,  # *i32 [num_slots], first count[0] valid
+    count,  # *i32 [1]
+    out,  # *bf16 | *f16 | *f32 [num_slots, DIM]
+    stride_pool,
+    stride_out,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # largest power of two <= DIM
+    BLOCK_TAIL: tl.constexpr,  # power of two >= DIM - BLOCK_D, or 0
+    BLOCK_T: tl.constexpr,
+    E5M2: tl.constexpr,
+    HW_E4M3: tl.constexpr,
+):
+    """out[s] = cast(pool[s]) for each s in live_slots[:count]; other rows keep their contents.
+
+    Programs stride over blocks of BLOCK_T slots and own all columns of them.
+    """
+    n = tl.load(count)
+    for start in range(tl.program_id(0) * BLOCK_T, n, tl.num_programs(0) * BLOCK_T):
+        offs_t = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+        mask_t = offs_t < n
+        # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
+        slot = tl.load(live_slots + offs_t, mask=mask_t, other=0).to(tl.int64)
+        src = pool + slot * stride_pool
+        dst = out + slot * stride_out
+        offs_d = tl.arange(0, BLOCK_D)
+        code = tl.load(src[:, None] + offs_d[None, :], mask=mask_t[:, None], other=0)
+        if BLOCK_TAIL > 0:  # both loads in flight before the first conversion
+            offs_tail = BLOCK_D + tl.arange(0, BLOCK_TAIL)
+            mask_tail = mask_t[:, None] & (offs_tail < DIM)[None, :]
+            code_tail = tl.load(src[:, None] + offs_tail[None, :], mask=mask_tail, other=0)
+        value = _decode_fp8(code, E5M2, HW_E4M3).to(out.dtype.element_ty)
+        tl.store(dst[:, None] + offs_d[None, :], value, mask=mask_t[:, None])
+        if BLOCK_TAIL > 0:
+            tail = _decode_fp8(code_tail, E5M2, HW_E4M3).to(out.dtype.element_ty)
+            tl.store(dst[:, None] + offs_tail[None, :], tail, mask=mask_tail)
+
+
+@functools.cache
+def _device_facts(device: torch.device) -> tuple[int, bool]:
+    """(multiprocessors, whether the GPU converts e4m3 itself); 0 on the CPU, interpreted."""
+    if device.type != "cuda":
+        return 0, False
+    properties = torch.cuda.get_device_properties(device)
+    # cvt of e4m3x2 exists from SM89 on (PTX ISA, `cvt`)
+    return properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9)
+
+
+def cast_constants(dim: int, pool_dtype: torch.dtype, *, hw_e4m3: bool) -> dict[str, Any]:
+    """The compile-time constants of the cast kernel for rows of `dim` FP8 values."""
+    block_d = 1 << (dim.bit_length() - 1)
+    tail = dim - block_d
+    return {
+        "DIM": dim,
+        "BLOCK_D": block_d,
+        "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
+        "BLOCK_T": _BLOCK_T,
+        "E5M2": pool_dtype == torch.float8_e5m2,
+        "HW_E4M3": hw_e4m3,
+    }
+
+
+def list_live_slots(
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    bs: int,
+    owner: torch.Tensor,
+    live_slots: torch.Tensor,
+    count: torch.Tensor,
+) -> None:
+    """Write each distinct slot of the batch once into `live_slots`, and how many into `count`.
+
+    Args:
+        kv_indices: [capacity] int32, slot ids. Entries at or past kv_indptr[bs] are never read.
+        kv_indptr: [>= bs + 1] int32, prefix sum of kv lengths (tokens); read on the device.
+        bs: requests in the batch; 0 gives an empty list.
+        owner: [num_slots] int32, scratch; needs no initial value and keeps none.
+        live_slots: [num_slots] int32, out. Entries at or past count[0] keep their contents; the
+            order of the entries before it is not specified.
+        count: [1] int32, out.
+
+    Raises:
+        InvalidArgument: a shape, dtype or stride breaks the contract above.
+    """
+    for name, tensor in (
+        ("kv_indices", kv_indices),
+        ("kv_indptr", kv_indptr),
+        ("owner", owner),
+        ("live_slots", live_slots),
+        ("count", count),
+    ):
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise InvalidArgument(
+                f"list_live_slots: {name} must be contiguous int32, got {tensor.dtype}, "
+                f"strides {tuple(tensor.stride())}"
+            )
+    if kv_indptr.numel() < bs + 1:
+        raise InvalidArgument(
+            f"list_live_slots: kv_indptr must hold bs + 1 = {bs + 1} entries, "
+            f"got {kv_indptr.numel()}"
+        )
+    sms, _ = _device_facts(kv_indices.device)
+    grid = (max(sms * _LIST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS),)
+    _claim_slots_kernel[grid](kv_indices, kv_indptr, owner, count, bs, BLOCK=_BLOCK_LIST)
+    _compact_slots_kernel[grid](
+        kv_indices, kv_indptr, owner, live_slots, count, bs, BLOCK=_BLOCK_LIST
+    )
+
+
+def gather_cast(
+    pool: torch.Tensor, live_slots: torch.Tensor, count: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Cast the listed rows of `pool` into the same rows of `out`, exactly, and return `out`.
+
+    The scale is 1: every e4m3 and e5m2 value is exact in bfloat16, float16 and float32, and the
+    NaN codes give NaN.
+
+    Args:
+        pool: [num_slots, 1, dim] or [num_slots, dim], float8_e4m3fn or float8_e5m2. Rows may be
+            strided; the columns of a row are contiguous. dim is 576 for DeepSeek's MLA.
+        live_slots: [num_slots] int32, distinct slot ids; only the first count[0] are read.
+        count: [1] int32, read on the device.
+        out: shape of `pool`, bfloat16, float16 or float32, caller-owned, rows may be strided.
+            Rows that are not listed keep their contents.
+
+    Raises:
+        InvalidArgument: a shape, dtype or stride breaks the contract above.
+    """
+    if pool.dtype not in POOL_DTYPES:
+        raise InvalidArgument(
+            f"gather_cast: pool must be float8_e4m3fn or float8_e5m2, got {pool.dtype}"
+        )
+    if out.dtype not in OUT_DTYPES:
+        raise InvalidArgument(
+            f"gather_cast: out must be bfloat16, float16 or float32, got {out.dtype}"
+        )
+    dim = pool.shape[-1]
+    if out.shape != pool.shape or pool.numel() != pool.shape[0] * dim:
+        raise InvalidArgument(
+            "gather_cast: pool and out must both be [num_slots, 1, dim], "
+            f"got {tuple(pool.shape)} and {tuple(out.shape)}"
+        )
+    if pool.stride(-1) != 1 or out.stride(-1) != 1:
+        raise InvalidArgument(
+            "gather_cast: the columns of pool and out must be contiguous, "
+            f"got strides {tuple(pool.stride())} and {tuple(out.stride())}"
+        )
+    sms, hw_e4m3 = _device_facts(pool.device)
+    grid = (max(sms * _CAST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS),)
+    _gather_cast_kernel[grid](
+        pool.view(torch.uint8),
+        live_slots,
+        count,
+        out,
+        pool.stride(0),
+        out.stride(0),
+        **cast_constants(dim, pool.dtype, hw_e4m3=hw_e4m3),
+        num_warps=4,
+    )
+    return out
