@@ -25,11 +25,12 @@ STOCK_NAME = "flashinfer"
 BACKEND_CLASS = "FlashInferMLAFp8Backend"
 
 # the arguments that name an attention backend
+DRAFT_FIELD = "speculative_draft_attention_backend"
 FIELDS = (
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
-    "speculative_draft_attention_backend",
+    DRAFT_FIELD,
 )
 # the first and the last overridable step of SGLang's argument resolution
 FIRST_STEP = "handle_deprecated_dp_attention"
@@ -60,6 +61,8 @@ UPSTREAM_NAMES: tuple[tuple[Any, ...], ...] = (
     ("sglang.srt.arg_groups.overrides", "declare_resolution", ("server_args", "source")),
     ("sglang.srt.arg_groups.overrides", "resolving_view", ("server_args",)),
     ("sglang.srt.arg_groups.overrides", "attention_backends_of", ("cfg",)),
+    ("sglang.srt.arg_groups.overrides", "use_mla_backend", ("server_args",)),
+    ("sglang.srt.arg_groups.kv_cache_hook", "TRANSLATED_MHA_RAILS"),
     ("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS"),
     ("sglang.srt.layers.attention.attention_registry", "register_attention_backend", ("name",)),
     ("sglang.srt.utils", "assert_pkg_version", ("pkg", "min_version", "message")),
@@ -90,9 +93,14 @@ UPSTREAM_NAMES: tuple[tuple[Any, ...], ...] = (
         ("attn", "forward_batch"),
     ),
     ("sglang.srt.models.deepseek_common.utils", "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"),
+)
+# the same for what only some models or features use: the contract tests hold SGLang against these
+# too, but a server that needs none of them is not refused for their sake
+OPTIONAL_NAMES: tuple[tuple[Any, ...], ...] = (
     ("sglang.srt.models.sarvam_moe", "AttentionBackendRegistry.register", ("backend_name",)),
     ("sglang.srt.models.sarvam_moe", "_handle_separate_rope_backend"),
     ("sglang.srt.speculative.dflash_utils", "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"),
+    ("sglang.srt.mem_cache.kv_cache_configurator", "TRANSLATED_MHA_RAILS"),
 )
 
 # what could not be installed in this process: seam -> reason. Read by `check_seams`.
@@ -284,17 +292,25 @@ def _resolve_as_stock(server_args: Any, previous: Callable[[Any], None]) -> None
 
 
 def _resolve_as_ours(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """After the last step: declare our name wherever `flashinfer` still stands for it."""
+    """After the last step: declare our name wherever `flashinfer` still stands for it.
+
+    A model without MLA keeps `flashinfer`: its backend is stock's whichever name it has, and the
+    name is then stock's in the comparisons that SGLang makes for such models at run time.
+    """
     from sglang.srt.arg_groups.overrides import (
         attention_backends_of,
         declare_resolution,
         resolving_view,
+        use_mla_backend,
     )
 
     previous(server_args)
     asked = _asked_fields(server_args)
     if not asked:
         return
+    if not use_mla_backend(server_args):
+        logger.info("%s: the model has no MLA attention; flashinfer serves it", BACKEND_NAME)
+        asked &= {DRAFT_FIELD}
     config = resolving_view(server_args)
     ours = {
         name: BACKEND_NAME
@@ -329,7 +345,7 @@ def _inherited_fields(asked: frozenset[str]) -> frozenset[str]:
     if {"prefill_attention_backend", "decode_attention_backend"} <= asked:
         inherited.add("attention_backend")
     if "prefill_attention_backend" in asked | inherited:
-        inherited.add("speculative_draft_attention_backend")
+        inherited.add(DRAFT_FIELD)
     return frozenset(inherited)
 
 
@@ -419,6 +435,23 @@ def _create_draft_extend(factory: Any, stock: Callable[[], tuple[str, Any]]) -> 
     return BACKEND_NAME, FlashInferMLAFp8Backend(runner, skip_prefill=False)
 
 
+def _add_translated_rails() -> None:
+    """A draft fused into the unified pool of an MLA hybrid (Kimi-Linear).
+
+    Symptom: the draft keeps a pool of its own, with a log line at most. Cause: a frozenset of
+    names, read when the pools are built, before any factory runs. Enough: its one reader at run
+    time looks it up as a global of its module, which is loaded already in a scheduler process and
+    copies the name when loaded later. The gates that share the set see `flashinfer`. Remove: when
+    a backend states that it reads through the translator.
+    """
+    from sglang.srt.arg_groups import kv_cache_hook
+
+    late: Any = sys.modules.get("sglang.srt.mem_cache.kv_cache_configurator")
+    for module in (kv_cache_hook, late):
+        if module is not None:
+            module.TRANSLATED_MHA_RAILS |= frozenset({BACKEND_NAME})
+
+
 def _know_dflash_class() -> None:
     """DFLASH verify.
 
@@ -475,6 +508,7 @@ _EARLY: tuple[tuple[str, Callable[[], None]], ...] = (
     ("draft list", _add_draft_choice),
     ("backend registry", _register_factory),
     ("argument resolution", _wrap_resolution),
+    ("fused-draft rails", _add_translated_rails),
     ("draft factory", _wrap_draft_factory),
 )
 _LATE: tuple[tuple[str, Callable[[], None]], ...] = (
