@@ -38,6 +38,7 @@ def print_table(
     *,
     right: Sequence[int] = (),
     styles: Sequence[str] = (),
+    header: bool = True,
     file: TextIO | None = None,
 ) -> None:
     """Print `rows` under `columns`.
@@ -45,6 +46,7 @@ def print_table(
     Args:
         right: indices of right-aligned columns.
         title: printed above the table; None for none.
+        header: whether to print the column names.
         styles: one rich style per row, or empty; ignored where rich is missing or output is a file.
         file: stdout by default.
     """
@@ -55,7 +57,7 @@ def print_table(
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        _print_plain(title, columns, rows, right, out)
+        _print_plain(title, columns if header else (), rows, right, out)
         return
     table = Table(
         title=title,
@@ -64,6 +66,7 @@ def print_table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         show_edge=False,
+        show_header=header,
     )
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i in right else "left", overflow="fold")
@@ -80,8 +83,10 @@ def _print_plain(
     right: Sequence[int],
     out: TextIO,
 ) -> None:
-    cells = [list(columns), *(list(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    cells = [list(row) for row in (*((columns,) if columns else ()), *rows)]
+    if not cells:
+        return
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     # the widest column gives way, the others keep their longest cell
     spare = width() - (sum(widths) + 2 * (len(widths) - 1))
     if spare < 0:
@@ -98,6 +103,6 @@ def _print_plain(
                 for i, (part, w) in enumerate(zip(parts, widths))
             )
             print(text.rstrip(), file=out)
-        if n == 0:
+        if n == 0 and columns:
             print("-" * min(width(), sum(widths) + 2 * (len(widths) - 1)), file=out)
     print(file=out)
