@@ -48,29 +48,30 @@ COMMANDS = (
 )
 
 _DESCRIPTION = """\
-FP8 KV caches for MLA models on stock SGLang, without casting the whole pool on every layer.
-Serve with:  sglang serve --model-path MODEL --kv-cache-dtype fp8_e4m3 \\
-               --attention-backend flashinfer_mla_fp8"""
+FP8 KV caches for MLA models on stock SGLang, without casting the whole pool on
+every layer. Serve with:
+  sglang serve --model-path MODEL --kv-cache-dtype fp8_e4m3 \\
+    --attention-backend flashinfer_mla_fp8"""
 
 # (command, line): a line is printed only where its command exists
 _EXAMPLES = (
-    ("demo", "demo                                   see what the backend does, no GPU needed"),
+    ("demo", "demo                  see what the backend does, no GPU needed"),
     (
         "estimate",
-        "estimate glm-5 --tp 8 --pool 495552    what the cast costs you, from a config alone",
+        "estimate glm-5 --tp 8 what the cast costs you, from a config alone",
     ),
-    ("doctor", "doctor                                 will it run here, which path, and why"),
+    ("doctor", "doctor                will it run here, which path, and why"),
     (
         "selftest",
-        "selftest                               stock and ours on this GPU, tokens compared",
+        "selftest              stock and ours on this GPU, tokens compared",
     ),
-    ("trace", "trace trace.json.gz                    is the cast in this profiler trace"),
+    ("trace", "trace trace.json.gz   is the cast in this profiler trace"),
 )
 
 _EXIT_CODES = """\
 exit codes:
-  0    done, and the answer is yes (it runs, the outputs agree, no cast was found, ...)
-  1    done, and the answer is no; or the environment cannot do what was asked
+  0    done, and the answer is yes: it runs, outputs agree, no cast was found
+  1    the answer is no, or the environment cannot do what was asked
   2    the command line or a setting is wrong
   130  interrupted with Ctrl-C"""
 

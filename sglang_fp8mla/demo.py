@@ -33,23 +33,28 @@ _INDEX_BYTES = 4  # int32 slot ids
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 _DESCRIPTION = """\
-Run the backend's main job once on this machine's CPU, without a GPU and without SGLang.
+Run the backend's main job once on this machine's CPU, without a GPU and without
+SGLang.
 
-It fills an FP8 KV pool, takes a batch of requests that share a prefix, and attends twice:
-  stock  casts the whole pool to bf16, as `--attention-backend flashinfer` does on every layer
-  ours   casts only the distinct rows that live requests reference, into a NaN-filled workspace
-Every dead row of the pool is NaN as well, so one wrong row would show in the output. The outputs
-must be equal to the last bit, else the exit code is 1. Where triton is installed, the kernels that
-the server runs do the cast once more, in Triton's interpreter, and must give the same bits."""
+It fills an FP8 KV pool, takes a batch of requests that share a prefix, and
+attends twice:
+  stock  casts the whole pool to bf16, as `--attention-backend flashinfer` does
+         on every layer
+  ours   casts only the distinct rows that live requests reference, into a
+         NaN-filled workspace
+Every dead row of the pool is NaN as well, so one wrong row would show in the
+output. The outputs must be equal to the last bit, else the exit code is 1.
+Where triton is installed, the kernels that the server runs do the cast once
+more, in Triton's interpreter, and must give the same bits."""
 
 _EPILOG = """\
 examples:
-  sglang-fp8mla demo                            a pool of 131,072 tokens, 8 requests
-  sglang-fp8mla demo --pool 495552 --layers 78  the pool and the layers of GLM-5 on 8 GPUs
+  sglang-fp8mla demo                            131,072 tokens, 8 requests
+  sglang-fp8mla demo --pool 495552 --layers 78  pool and layers of GLM-5
   sglang-fp8mla demo --batch 1 --prefix 0 --own 64
   sglang-fp8mla demo --json                     the same as data
 
-exit codes: 0 outputs equal, 1 outputs differ or torch is missing, 2 a wrong argument"""
+exit codes: 0 outputs equal, 1 they differ or torch is missing, 2 wrong argument"""
 
 
 @dataclass(frozen=True)

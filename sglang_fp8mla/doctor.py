@@ -32,20 +32,24 @@ _MARKS: dict[Level, str] = {"ok": "ok", "warn": "WARN", "fail": "FAIL"}
 _STYLES: dict[Level, str] = {"ok": "", "warn": "yellow", "fail": "bold red"}
 
 _DESCRIPTION = f"""\
-Find out whether `--attention-backend {BACKEND_NAME}` runs on this machine, which path it would
-take for decode and extend, and why. Runs the checks that the server runs at start, and says for
-each one that fails what to do. Imports SGLang, which takes some seconds; on a GPU the first run
-may compile kernels, once.
+Find out whether `--attention-backend {BACKEND_NAME}` runs on this
+machine, which path it would take for decode and extend, and why. Runs the checks
+that the server runs at start, and says for each one that fails what to do.
+Imports SGLang, which takes some seconds; on a GPU the first run may compile
+kernels, once.
 
-A FAIL keeps the backend from running. A WARN does not: it names what a faster path lacks."""
+A FAIL keeps the backend from running. A WARN does not: it names what another
+path lacks, or what could not be looked at."""
 
 _EPILOG = """\
 examples:
   sglang-fp8mla doctor                 the table
   sglang-fp8mla doctor --report        a block to paste into a bug report
   sglang-fp8mla doctor --json          the same as data
-  sglang-fp8mla doctor --self-test     also cast all 256 FP8 codes with the kernel, bit for bit
-  sglang-fp8mla doctor --no-probe      skip the path probes, which need the GPU to be free
+  sglang-fp8mla doctor --self-test     also cast all 256 FP8 codes, bit for bit
+  sglang-fp8mla doctor --no-probe      run nothing on the GPU
+  sglang-fp8mla doctor --model glm-5 --tp 8
+                                       the paths for this model
 
 exit codes: 0 the backend can run here, 1 it cannot, 2 a wrong argument"""
 

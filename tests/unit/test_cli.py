@@ -168,3 +168,9 @@ def test_every_command_teaches():
         done = run_cli(command.name, "--help")
         assert done.returncode == 0, done.stderr
         assert f"sglang-fp8mla {command.name}" in done.stdout.split("options:")[-1], command.name
+
+
+@pytest.mark.parametrize("name", ["", "demo", "doctor", "estimate"])
+def test_help_fits_80_columns(name):
+    lines = run_cli(*filter(None, [name]), "--help").stdout.splitlines()
+    assert [line for line in lines if len(line) > 82] == []

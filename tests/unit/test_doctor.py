@@ -180,7 +180,7 @@ def test_imports_that_print_do_not_reach_the_output():
     """SGLang and C libraries print while they are imported: `--json` must stay JSON."""
     code = (
         "import os\nfrom sglang_fp8mla import doctor\n"
-        "with doctor._quiet(True):\n    os.write(1, b'noise'); print('noise'); os.write(2, b'noise')\n"
+        "with doctor._quiet(True):\n    os.write(1, b'1'); print('2'); os.write(2, b'3')\n"
         "print('signal')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
