@@ -517,3 +517,5 @@ _LATE: tuple[tuple[str, Callable[[], None]], ...] = (
     ("Sarvam handler", _know_sarvam_handler),
     ("DFLASH class names", _know_dflash_class),
 )
+# what each step is called in logs, checks, and the verdicts of the audit
+SEAMS = tuple(seam for seam, _ in _EARLY + _LATE)

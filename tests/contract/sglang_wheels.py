@@ -1,0 +1,50 @@
+"""Other releases of SGLang for the contract tests, unpacked beside the installed one.
+
+A wheel is downloaded once, without its dependencies, into ~/.cache/fp8mla-ci (or the directory in
+SGLANG_FP8MLA_TEST_CACHE). SGLANG_FP8MLA_TEST_SGLANG_0522 names a directory with an unpacked 0.5.22.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+SGLANG_0522 = "0.5.22"
+
+
+class IndexUnreachable(Exception):
+    """pip could not download the wheel; the text is pip's."""
+
+
+def fetch_sglang(version: str) -> Path:
+    """The `sglang` package directory of a release; its parent can go first on PYTHONPATH.
+
+    Raises:
+        IndexUnreachable: it is not in the cache and pip cannot download it.
+    """
+    given = os.environ.get(f"SGLANG_FP8MLA_TEST_SGLANG_{version.replace('.', '')}")
+    if given:
+        return Path(given) / "sglang"
+    home = os.environ.get("SGLANG_FP8MLA_TEST_CACHE") or Path.home() / ".cache" / "fp8mla-ci"
+    cache = Path(home)
+    target = cache / f"sglang-{version}"
+    # written last, so a directory with it is whole
+    if not (target / f"sglang-{version}.dist-info" / "RECORD").exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        download = subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "download", "-q", "--no-deps"),
+                *("--only-binary=:all:", "-d", str(cache), f"sglang=={version}"),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        wheels = sorted(cache.glob(f"sglang-{version}-*.whl"))
+        if not wheels:
+            raise IndexUnreachable(download.stderr.strip()[-500:])
+        with zipfile.ZipFile(wheels[-1]) as wheel:
+            wheel.extractall(target)
+    return target / "sglang"
