@@ -1,0 +1,54 @@
+"""Build stock `flashinfer` or our backend with one path forced, by name, on the CPU or a GPU.
+
+On the CPU the device looks like an H200 to the choice of a path. The probe runs for real, over
+whatever stands in for FlashInfer's kernel (`cpu_sglang`), and its finding is kept for the session,
+as in a server; a test that breaks a kernel clears `probe.run_probe` before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+STOCK = "flashinfer"
+OURS = "flashinfer_mla_fp8"
+
+
+@contextlib.contextmanager
+def forced(
+    decode: str = "auto", extend: str = "auto", capability: tuple[int, int] = (9, 0)
+) -> Iterator[pytest.MonkeyPatch]:
+    """Our name registered and the paths set; without a GPU, one of `capability` is pretended."""
+    from sglang_fp8mla import backend, plugin, probe
+
+    plugin.register()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_FP8MLA_DECODE_PATH", decode)
+        patch.setenv("SGLANG_FP8MLA_EXTEND_PATH", extend)
+        patch.setattr(backend, "_logged", set())
+        if not torch.cuda.is_available():
+            facts_of = backend.facts_of
+
+            def pretend(*args: Any) -> probe.Facts:
+                return replace(facts_of(*args), device_name="NVIDIA H200", capability=capability)
+
+            patch.setattr(backend, "facts_of", pretend)
+        yield patch
+
+
+@contextlib.contextmanager
+def arm(name: str) -> Iterator[str]:
+    """`stock` or a path of ours; gives the registered backend name to build with.
+
+    `fused` has no extend phase: there `auto` decides.
+    """
+    if name == "stock":
+        yield STOCK
+        return
+    with forced(name, "auto" if name == "fused" else name):
+        yield OURS
