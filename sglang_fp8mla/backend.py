@@ -29,14 +29,15 @@ from .workspace import LiveSlots, Workspace
 logger = logging.getLogger(__name__)
 
 _UNIT_SCALES = {"ckv_scale": 1.0, "kpe_scale": 1.0}
-_logged: set[str] = set()
+_logged: set[object] = set()
 
 
-def _log_once(level: int, message: str, *args: object) -> None:
-    line = message % args
-    if line not in _logged:
-        _logged.add(line)
-        logger.log(level, "%s", line)
+def _log_once(level: int, message: str, *args: object, each: bool = True) -> None:
+    """Log a line once per process; with `each` unset, one line for all arguments."""
+    key = (message, args) if each else message
+    if key not in _logged:
+        _logged.add(key)
+        logger.log(level, message, *args)
 
 
 def create(runner: Any, settings: Settings) -> Any:
@@ -53,17 +54,17 @@ def create(runner: Any, settings: Settings) -> Any:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """The geometry of one layer of the KV pool."""
+    """The geometry of the KV pool."""
 
     num_slots: int
+    num_layers: int
     dim: int
-    dtype: torch.dtype
     region: AbstractContextManager[object] | None
 
     @property
-    def stock_bytes_per_layer(self) -> int:
-        """What stock moves to cast the layer: every row read in FP8 and written in 16 bits."""
-        return self.num_slots * self.dim * 3
+    def stock_bytes_per_step(self) -> int:
+        """What stock moves to cast the pool: every row read in FP8 and written in 16 bits."""
+        return self.num_layers * self.num_slots * self.dim * 3
 
 
 def check_pool(runner: Any) -> list[Check]:
@@ -101,7 +102,7 @@ def pool_layout(runner: Any) -> PoolLayout:
         from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
         region = saver.region(GPU_MEMORY_TYPE_KV_CACHE)
-    return PoolLayout(rows.shape[0], rows.shape[-1], runner.kv_cache_dtype, region)
+    return PoolLayout(rows.shape[0], pool.layer_num, rows.shape[-1], region)
 
 
 def facts_of(runner: Any, num_heads: int) -> Facts:
@@ -355,7 +356,6 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         # host lengths of a fast plan are copied here; one more entry than any batch
         self._kv_indptr_staging = torch.empty_like(self.kv_indptr)
         workspace_bytes = 0 if self._workspace is None else self._workspace.rows.nbytes
-        stock_bytes = layout.stock_bytes_per_layer * model_runner.model_config.num_hidden_layers
         for choice in phases:
             _log_once(
                 logging.INFO,
@@ -364,7 +364,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
                 choice,
                 choice.reason,
                 workspace_bytes / 2**30,
-                stock_bytes / 2**30,
+                layout.stock_bytes_per_step / 2**30,
             )
 
     def note_plan(
@@ -434,14 +434,19 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         k_rope: torch.Tensor | None = None,
     ) -> Any:
         """One extend layer; arguments and result as the parent's."""
-        planned = self._planned.get(getattr(self.forward_metadata, "prefill_wrapper", None))
-        # the parent reads live rows only in all of these: prefix chunks by MHA, ragged prefill,
-        # and a gathered DCP buffer
+        # in all of these the parent reads live rows only: prefix chunks by MHA, ragged prefill, and
+        # a DCP buffer that holds the gathered keys
         by_mha = forward_batch.attn_attend_prefix_cache is not None and any(
             forward_batch.extend_prefix_lens_cpu
         )
-        gathered = _is_gathered(forward_batch.attn_dcp_metadata)
-        if planned is None or by_mha or gathered or self.forward_metadata.use_ragged:
+        planned = None
+        if not (
+            by_mha
+            or _is_gathered(forward_batch.attn_dcp_metadata)
+            or self.forward_metadata.use_ragged
+        ):
+            planned = self._planned.get(self.forward_metadata.prefill_wrapper)
+        if planned is None:
             return super().forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope
             )
@@ -494,6 +499,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
                 "rows at scale 1, as stock flashinfer does",
                 layer.layer_id,
                 layer.k_scale_float,
+                each=False,
             )
         # get_key_buffer waits for HiCache's transfer of this layer
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(self.pool_dtype)

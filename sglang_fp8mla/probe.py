@@ -59,6 +59,9 @@ def check_native_supported(facts: Facts) -> Check:
 def check_gather_cast_supported(facts: Facts) -> Check:
     """The fallback needs what FlashInfer's 16-bit kernel needs, and FP8 rows to cast."""
     name = "gather_cast"
+    if facts.num_heads > 128:
+        fix = "raise --tp-size: causal plans of more than 128 heads can lose keys in FlashInfer"
+        return Check(name, "fail", f"{facts.num_heads} heads on one rank", fix)
     # flashinfer 0.7: _validate_generated_fa_plan
     if facts.ckv_dim % 128 or facts.kpe_dim % 64 or facts.capability < (8, 0):
         found = f"ckv {facts.ckv_dim}, kpe {facts.kpe_dim} on {facts.sm}"

@@ -1,0 +1,125 @@
+"""`gather_cast` as CANDIDATE of ../shared/gpu/tools/kernel_ab.py, and its cast alone.
+
+    CANDIDATE=bench.gather_candidate:attend python ~/p/tools/kernel_ab.py
+    python -m bench.gather_candidate        # the cast as a share of copy bandwidth, by constants
+
+As in the backend, the live slots are listed once per step, outside the layers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_fp8mla.workspace import LiveSlots, Workspace
+
+_state: dict[str, Any] = {}
+
+
+def attend(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    pool: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    out: torch.Tensor,
+    sm_scale: float,
+) -> None:
+    """One layer: cast the live rows, then FlashInfer's bf16 kernel. Planned at its first call."""
+    from flashinfer import BatchMLAPagedAttentionWrapper
+
+    bs, heads, ckv = q_nope.shape
+    if _state.get("kv_indices") is not kv_indices:
+        _state.clear()
+        live = LiveSlots(pool.shape[0], pool.device)
+        live.update(kv_indices, kv_indptr, bs)
+        lens = kv_indptr[1:] - kv_indptr[:-1]
+        qo_indptr = torch.arange(bs + 1, dtype=torch.int32, device=pool.device)
+        scratch = torch.empty(256 << 20, dtype=torch.uint8, device=pool.device)
+        wrapper = BatchMLAPagedAttentionWrapper(
+            scratch,
+            backend="auto",
+            use_cuda_graph=True,
+            qo_indptr=torch.empty_like(qo_indptr),
+            kv_indptr=torch.empty_like(kv_indptr),
+            kv_indices=torch.empty_like(kv_indices),
+            kv_len_arr=torch.empty_like(lens),
+        )
+        kpe = pool.shape[-1] - ckv
+        wrapper.plan(
+            qo_indptr, kv_indptr, kv_indices, lens, heads, ckv, kpe, 1, False, sm_scale,
+            q_nope.dtype, q_nope.dtype,
+        )  # fmt: skip
+        rows = Workspace(pool.shape[0], pool.shape[-1], q_nope.dtype, pool.device)
+        _state.update(kv_indices=kv_indices, live=live, wrapper=wrapper, workspace=rows)
+    rows = _state["workspace"].fill(pool, _state["live"])
+    _state["wrapper"].run(q_nope, q_pe, rows[..., :ckv], rows[..., ckv:], out=out)
+
+
+def time_graph(fn: Any, repeat: int = 15) -> float:
+    """Median microseconds of one replay of a graph of `fn`."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    times = []
+    for number in range(repeat + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if number >= 3:
+            times.append(begin.elapsed_time(end) * 1e3)
+    return sorted(times)[repeat // 2]
+
+
+def fill_all(workspace: Workspace, pools: list[torch.Tensor], live: LiveSlots) -> None:
+    """One step of as many layers as there are pools."""
+    for pool in pools:
+        workspace.fill(pool, live)
+
+
+def main() -> None:
+    """Time the list and the cast for a few shapes and constants; JSON lines."""
+    from sglang_fp8mla.kernels import gather_cast as module
+
+    device, num_slots, layers = torch.device("cuda"), 495_552, 4
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_tb_s = 2 * source.numel() / time_graph(partial(target.copy_, source)) / 1e6
+    source = target = None
+    print(json.dumps({"copy_TB_s": round(copy_tb_s, 3), "gpu": torch.cuda.get_device_name()}))
+    pools = [
+        torch.randn(num_slots, 1, 576, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        for _ in range(layers)
+    ]
+    variants = [(module._BLOCK_T, module._CAST_PROGRAMS_PER_SM)]
+    if os.environ.get("VARIANTS"):
+        variants = [(t, p) for t in (1, 2, 4, 8, 16, 32) for p in (4, 8, 16, 32, 64)]
+    for bs, length in ((1, 64), (1, 1024), (1, 8192), (32, 4096), (1, 131072)):
+        live_tokens = bs * length
+        slots = (torch.randperm(num_slots - 1, device=device)[:live_tokens] + 1).to(torch.int32)
+        kv_indptr = torch.arange(bs + 1, dtype=torch.int32, device=device) * length
+        live = LiveSlots(num_slots, device)
+        workspace = Workspace(num_slots, 576, torch.bfloat16, device)
+        list_us = time_graph(partial(live.update, slots, kv_indptr, bs))
+        for block_t, programs in variants:
+            module._BLOCK_T, module._CAST_PROGRAMS_PER_SM = block_t, programs
+            us = time_graph(partial(fill_all, workspace, pools, live)) / layers
+            tb_s = live_tokens * 576 * 3 / us / 1e6
+            row = {
+                "shape": f"{bs}x{length}", "list_us": round(list_us, 1), "block_t": block_t,
+                "programs_per_sm": programs, "cast_us": round(us, 2), "TB_s": round(tb_s, 3),
+                "of_copy": round(tb_s / copy_tb_s, 3),
+            }  # fmt: skip
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

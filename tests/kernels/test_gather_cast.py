@@ -1,0 +1,250 @@
+"""gather_cast and the list of live slots: exact, nothing unread, nothing else written.
+
+The same tests run interpreted on the CPU and compiled on a GPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from sglang_fp8mla.errors import InvalidArgument  # noqa: E402
+from sglang_fp8mla.kernels.gather_cast import gather_cast, list_live_slots  # noqa: E402
+from sglang_fp8mla.workspace import LiveSlots, Workspace  # noqa: E402
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NAN_CODES = {E4M3: (0x7F, 0xFF), E5M2: (*range(0x7D, 0x80), *range(0xFD, 0x100))}
+
+
+def make_indices(kv_lens, num_slots, device, *, shared=0, seed=0):
+    """(kv_indptr, kv_indices): shuffled slots, the first `shared` of each request in common.
+
+    Entries past nnz name a valid slot that no request holds: reading one would show.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    slots = (torch.randperm(num_slots - 2, generator=generator) + 2).tolist()
+    prefix = [slots.pop() for _ in range(shared)]
+    rows = [prefix[:n] + [slots.pop() for _ in range(n - len(prefix[:n]))] for n in kv_lens]
+    flat = [slot for row in rows for slot in row]
+    kv_indptr = torch.tensor([0, *kv_lens]).cumsum(0).to(torch.int32).to(device)
+    kv_indices = torch.tensor(flat + [1] * 7, dtype=torch.int32, device=device)
+    return kv_indptr, kv_indices, sorted(set(flat))
+
+
+def make_pool(num_slots, dim, dtype, device, live, *, pad=16, seed=0):
+    """A pool with its own row stride: random codes in live rows, NaN codes everywhere else."""
+    generator = torch.Generator().manual_seed(seed)
+    storage = torch.full((num_slots, 1, dim + pad), 0x7F, dtype=torch.uint8)
+    codes = torch.randint(0, 256, (len(live), 1, dim), generator=generator, dtype=torch.int32)
+    storage[live, :, :dim] = codes.to(torch.uint8)
+    # moved whole, then sliced: a padded view would become contiguous on the way
+    return storage.to(device)[..., :dim].view(dtype)
+
+
+def cast_by_torch(pool, dtype):
+    """The meaning of a cast, as stock does it, on the CPU."""
+    return pool.cpu().to(dtype)
+
+
+def same(actual, expected):
+    """Equal to the last bit, NaN equal to NaN."""
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("pool_dtype", [E4M3, E5M2], ids=str)
+def test_every_code_is_exact(pool_dtype, out_dtype, device):
+    """All 256 codes, subnormals and both zeros included; NaN codes give NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(3)[:576].view(1, 1, 576).repeat(2, 1, 1)
+    codes[1] = codes[0].roll(256, -1)  # the codes that the 576 columns of row 0 leave out
+    pool = codes.to(device).view(pool_dtype)
+    out = torch.full(pool.shape, 7.0, dtype=out_dtype, device=device)
+    both = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    gather_cast(pool, both, torch.tensor([2], dtype=torch.int32, device=device), out)
+    expected = cast_by_torch(pool, out_dtype)
+    same(out, expected)
+    finite = expected.isfinite()
+    assert torch.equal(
+        out.cpu()[finite].view(torch.int32 if out_dtype == torch.float32 else torch.int16),
+        expected[finite].view(torch.int32 if out_dtype == torch.float32 else torch.int16),
+    ), "a signed zero or a subnormal differs in its bits"
+    is_nan_code = torch.isin(codes.int(), torch.tensor(NAN_CODES[pool_dtype]))
+    assert torch.equal(out.cpu().isnan(), is_nan_code)
+
+
+# 1025 and more entries pass one block of the list kernels, 3 * 1024 one round of their grid
+@pytest.mark.parametrize(
+    ("kv_lens", "shared"),
+    [
+        ([0], 0),
+        ([1], 0),
+        ([0, 5, 0, 3], 0),
+        ([7, 8, 9], 0),
+        ([101] * 8, 100),
+        ([1025, 0, 1023, 1024], 0),
+        ([4000], 0),
+        ([1500, 1500, 1500], 1400),
+    ],
+    ids=str,
+)
+def test_lists_each_slot_once(kv_lens, shared, device):
+    """A prefix that requests share is moved once; entries past nnz are not read."""
+    num_slots = 6000
+    kv_indptr, kv_indices, live = make_indices(kv_lens, num_slots, device, shared=shared)
+    owner = torch.full((num_slots,), 123456789, dtype=torch.int32, device=device)
+    slots = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+    count = torch.tensor([77], dtype=torch.int32, device=device)
+    list_live_slots(kv_indices, kv_indptr, len(kv_lens), owner, slots, count)
+    assert count.item() == len(live)
+    assert sorted(slots[: len(live)].tolist()) == live
+    assert (slots[len(live) :] == -1).all(), "entries past the count were written"
+
+
+# the last shape has more slots than one round of the interpreted grid: 3 programs x 8 rows
+@pytest.mark.parametrize("kv_lens", [[0], [1], [0, 5, 0, 3], [7, 8, 9], [90, 0, 41]], ids=str)
+@pytest.mark.parametrize("dim", [64, 512, 576, 640, 320])
+@pytest.mark.parametrize("pool_dtype", [E4M3, E5M2], ids=str)
+def test_writes_live_rows_and_no_others(kv_lens, dim, pool_dtype, device):
+    """Dead rows of the pool are NaN and dead rows of the workspace keep their contents."""
+    num_slots = 160
+    kv_indptr, kv_indices, live = make_indices(kv_lens, num_slots, device)
+    pool = make_pool(num_slots, dim, pool_dtype, device, live)
+    storage = torch.full((num_slots, 1, dim + 8), -3.0, dtype=torch.bfloat16, device=device)
+    out = storage[..., :dim]
+    slots = LiveSlots(num_slots, device)
+    slots.update(kv_indices, kv_indptr, len(kv_lens))
+    assert gather_cast(pool, slots.slots, slots.count, out) is out
+    same(out[live], cast_by_torch(pool, torch.bfloat16)[live])
+    dead = torch.ones(num_slots, dtype=torch.bool)
+    dead[live] = False
+    assert (out.cpu()[dead] == -3).all(), "a dead row was written"
+    assert (storage[..., dim:] == -3).all(), "the padding of a row was written"
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(
+    kv_lens=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    shared=st.integers(0, 30),
+    seed=st.integers(0, 99),
+)
+def test_any_batch(kv_lens, shared, seed):
+    """Lengths, sharing and slots at random, on the device that the session has."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    num_slots = 300
+    kv_indptr, kv_indices, live = make_indices(kv_lens, num_slots, device, shared=shared, seed=seed)
+    pool = make_pool(num_slots, 576, E4M3, device, live, seed=seed)
+    workspace = Workspace(num_slots, 576, torch.bfloat16, device)
+    workspace.rows.fill_(float("nan"))
+    slots = LiveSlots(num_slots, device)
+    slots.update(kv_indices, kv_indptr, len(kv_lens))
+    rows = workspace.fill(pool, slots)
+    same(rows[live], cast_by_torch(pool, torch.bfloat16)[live])
+    assert slots.count.item() == len(live)
+
+
+def test_a_list_is_good_for_one_step_only(device):
+    """A slot freed, rewritten and read again; a batch that shrinks: nothing stale is listed."""
+    slots = LiveSlots(64, device)
+    for kv_lens, seed in (([20, 5], 1), ([3], 2), ([0], 3), ([20, 5], 1)):
+        kv_indptr, kv_indices, live = make_indices(kv_lens, 64, device, seed=seed)
+        slots.update(kv_indices, kv_indptr, len(kv_lens))
+        assert sorted(slots.slots[: slots.count.item()].tolist()) == live
+
+
+def test_workspaces_are_shared_unless_exclusive(device):
+    """One layer's worth of rows for all backends of a stream; gone with the last of them."""
+    first = Workspace.get(40, 576, torch.bfloat16, device)
+    assert Workspace.get(40, 576, torch.bfloat16, device) is first
+    assert Workspace.get(40, 576, torch.bfloat16, device, exclusive=True) is not first
+    assert Workspace.get(41, 576, torch.bfloat16, device) is not first
+
+
+BAD = [
+    ({"pool": "int8"}, "gather_cast: pool must be float8_e4m3fn or float8_e5m2, got torch.int8"),
+    ({"out": "int32"}, "gather_cast: out must be bfloat16, float16 or float32, got torch.int32"),
+    (
+        {"shape": (3, 1, 576)},
+        "gather_cast: pool and out must both be [num_slots, 1, dim], got (4, 1, 576) "
+        "and (3, 1, 576)",
+    ),
+    (
+        {"columns": 2},
+        "gather_cast: the columns of pool and out must be contiguous, got strides "
+        "(1152, 1152, 2) and (576, 576, 1)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[str(change) for change, _ in BAD])
+def test_refuses_operands_that_break_the_contract(change, message):
+    step = change.get("columns", 1)
+    pool = torch.zeros(4, 1, 576 * step, dtype=torch.uint8)[..., ::step]
+    pool = pool.view(torch.int8) if "pool" in change else pool.view(E4M3)
+    out = torch.zeros(
+        change.get("shape", (4, 1, 576)), dtype=getattr(torch, change.get("out", "bfloat16"))
+    )
+    one = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(InvalidArgument) as caught:
+        gather_cast(pool, one, one, out)
+    assert str(caught.value) == message
+
+
+def test_list_refuses_int64_indices():
+    narrow = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(
+        InvalidArgument, match=r"kv_indices must be contiguous int32, got torch\.int64"
+    ):
+        list_live_slots(narrow.long(), narrow, 1, narrow, narrow, narrow)
+    with pytest.raises(InvalidArgument, match="kv_indptr must hold bs \\+ 1 = 6 entries, got 4"):
+        list_live_slots(narrow, narrow, 5, narrow, narrow, narrow)
+
+
+_COMPILE = """
+import sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_fp8mla.kernels import gather_cast as g
+
+arch = int(sys.argv[1])
+target = GPUTarget("cuda", arch, 32)
+i32, u8 = "*i32", "*u8"
+lists = {"kv_indices": i32, "kv_indptr": i32, "owner": i32, "count": i32, "bs": "i32"}
+jobs = [
+    (g._claim_slots_kernel, lists, {"BLOCK": 1024}),
+    (g._compact_slots_kernel, {**lists, "live_slots": i32}, {"BLOCK": 1024}),
+]
+cast = {"pool": u8, "live_slots": i32, "count": i32, "stride_pool": "i64", "stride_out": "i64"}
+for dtype in g.POOL_DTYPES:
+    for out in ("*bf16", "*fp16"):
+        constants = g.cast_constants(576, dtype, hw_e4m3=arch >= 89)
+        jobs.append((g._gather_cast_kernel, {**cast, "out": out}, constants))
+for kernel, signature, constants in jobs:
+    names = [p for p in kernel.arg_names if p not in constants]
+    signature = {n: signature[n] for n in names} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constexprs=constants)
+    compiled = triton.compile(source, target=target, options={"num_warps": 4})
+    assert compiled.metadata.shared <= 101376, compiled.metadata.shared
+    print(kernel.__name__, compiled.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_compiles_for_every_generation(arch):
+    """No GPU needed; 101,376 bytes is what a block may have on SM86, 89 and 120."""
+    import os
+
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, str(arch)], capture_output=True, text=True, env=environ
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("_gather_cast_kernel") == 4
