@@ -23,11 +23,14 @@ from . import compat, policy, probe
 from .checks import Check
 from .envs import Settings, read
 from .kernels.gather_cast import POOL_DTYPES
+from .kernels.mla_decode import MlaDecodePlan
 from .probe import DECODE, EXTEND, Facts
 from .workspace import LiveSlots, Workspace
 
 logger = logging.getLogger(__name__)
 
+# tokens; 16 splits of it cover 8192, longer requests get longer splits (MlaDecodePlan)
+_INVARIANT_SPLIT = 512
 _UNIT_SCALES = {"ckv_scale": 1.0, "kpe_scale": 1.0}
 _logged: set[object] = set()
 
@@ -130,6 +133,7 @@ class Planned:
     kv_indptr: torch.Tensor  # [bs + 1] int32; address-stable under a CUDA graph
     kv_indices: torch.Tensor  # [>= kv_indptr[bs]] int32; address-stable under a CUDA graph
     num_heads: int  # planned, at least the layer's
+    sm_scale: float
 
 
 class PlanSink:
@@ -168,10 +172,10 @@ class PlanSink:
             return  # an idle rank attends nothing, and FlashInfer refuses empty batches
         on_device = kv_indptr if self._kv_indptr is None else self._kv_indptr
         planned = self._backend.note_plan(
-            self._wrapper, self._phase, bs, on_device, kv_indices, num_heads
+            self._wrapper, self._phase, bs, on_device, kv_indices, num_heads, sm_scale
         )
         if planned.path == "fused":
-            return
+            return  # our kernel has a plan of its own
         if planned.path == "native":
             kv_data_type = self._backend.pool_dtype
         self._wrapper.plan(
@@ -277,6 +281,7 @@ class Fp8IndicesUpdaterPrefill(stock.FlashInferMLAIndicesUpdaterPrefill):
                 fast["kv_indptr_cpu"],
                 fast["kv_indices_buf"],
                 heads,
+                self.scaling,
             )
 
 
@@ -339,6 +344,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         )
         self._live: LiveSlots | None = None
         self._workspace: Workspace | None = None
+        self._fused: MlaDecodePlan | None = None
         phases = (
             [self.decision.decode] if skip_prefill else [self.decision.decode, self.decision.extend]
         )
@@ -353,9 +359,20 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
                 exclusive=get_disagg().enable_pdmux,
                 region=layout.region,
             )
+        if "fused" in self.decision.decode.paths:
+            self._fused = MlaDecodePlan(
+                max_bs=self.kv_indptr.numel() - 1,
+                num_heads=facts.num_heads,
+                device=device,
+                kpe_dim=facts.kpe_dim,
+                q_dtype=model_runner.dtype,
+                pool_dtype=self.pool_dtype,
+                split_len=_INVARIANT_SPLIT if settings.batch_invariant else None,
+            )
         # host lengths of a fast plan are copied here; one more entry than any batch
         self._kv_indptr_staging = torch.empty_like(self.kv_indptr)
         workspace_bytes = 0 if self._workspace is None else self._workspace.rows.nbytes
+        workspace_bytes += 0 if self._fused is None else self._fused.workspace_bytes
         for choice in phases:
             _log_once(
                 logging.INFO,
@@ -375,6 +392,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         kv_indptr: torch.Tensor,
         kv_indices: torch.Tensor,
         num_heads: int,
+        sm_scale: float,
     ) -> Planned:
         """Prepare one step for all layers: choose the path, list the live slots.
 
@@ -386,16 +404,20 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
                 copy is copied to the device, in order of the current stream.
             kv_indices: [>= kv_indptr[bs]] int32, slots.
             num_heads: heads that the wrapper is planned for.
+            sm_scale: the softmax scale that the parent plans with.
         """
         if kv_indptr.device != kv_indices.device:
             staged = self._kv_indptr_staging[: bs + 1]
             kv_indptr = staged.copy_(kv_indptr[: bs + 1], non_blocking=True)
         choice = self.decision.decode if phase == DECODE else self.decision.extend
-        planned = Planned(choice.path(bs), bs, kv_indptr, kv_indices, num_heads)
+        planned = Planned(choice.path(bs), bs, kv_indptr, kv_indices, num_heads, sm_scale)
         self._planned[wrapper] = planned
         if planned.path == "gather_cast":
             assert self._live is not None
             self._live.update(kv_indices, kv_indptr, bs)
+        elif planned.path == "fused":
+            assert self._fused is not None
+            self._fused.plan(kv_indptr, bs)
         return planned
 
     def forward_decode(
@@ -503,6 +525,8 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
             )
         # get_key_buffer waits for HiCache's transfer of this layer
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(self.pool_dtype)
+        if planned.path == "fused":
+            return self._attend_fused(planned, q_nope, q_pe, rows, return_lse)
         scales = _UNIT_SCALES
         if planned.path == "gather_cast":
             assert self._workspace is not None
@@ -526,6 +550,33 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         if planned.num_heads != heads:
             out = out[:, :heads]
         out = out.reshape(-1, heads * ckv)
+        return (out, lse_log2) if return_lse else out
+
+    def _attend_fused(
+        self,
+        planned: Planned,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        rows: torch.Tensor,
+        return_lse: bool,
+    ) -> Any:
+        """One layer by our own decode kernel; result as `_attend`."""
+        assert self._fused is not None
+        out = q_nope.new_empty(q_nope.shape)
+        lse_log2 = None
+        if return_lse:
+            lse_log2 = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
+        self._fused.run(
+            q_nope,
+            q_pe if q_pe.shape[-1] else None,
+            rows,
+            planned.kv_indices,
+            planned.kv_indptr,
+            out,
+            sm_scale=planned.sm_scale,
+            lse_log2=lse_log2,
+        )
+        out = out.view(out.shape[0], -1)
         return (out, lse_log2) if return_lse else out
 
 

@@ -72,24 +72,16 @@ def check_gather_cast_supported(facts: Facts) -> Check:
 
 def check_fused_supported(facts: Facts) -> Check:
     """Our decode kernel, by metadata alone."""
-    try:
-        import torch
+    from .kernels.mla_decode import supported
 
-        from .kernels.mla_decode import supported
-    except ImportError as error:
-        return Check("fused", "fail", f"its module does not import: {error}")
-
-    reason = supported(
+    return supported(
         facts.capability,
         facts.num_heads,
-        getattr(torch, facts.q_dtype),
-        getattr(torch, facts.pool_dtype),
+        facts.q_dtype,
+        facts.pool_dtype,
         facts.ckv_dim,
         facts.kpe_dim,
     )
-    if reason:
-        return Check("fused", "fail", str(reason))
-    return Check("fused", "ok", f"{facts.sm}, {facts.num_heads} heads, {facts.pool_dtype} pool")
 
 
 _SUPPORTED = {
@@ -221,7 +213,8 @@ def _attend(
     if path == "fused":
         from .kernels.mla_decode import mla_decode
 
-        mla_decode(q_nope, q_pe, pool, kv_indptr, kv_indices, out, sm_scale=sm_scale)
+        q_pe = q_pe if q_pe.shape[-1] else None
+        out, _ = mla_decode(q_nope, q_pe, pool, kv_indices, kv_indptr, sm_scale=sm_scale)
         return out
 
     from flashinfer import BatchMLAPagedAttentionWrapper
