@@ -73,6 +73,7 @@ exit codes:
   0    done, and the answer is yes: it runs, outputs agree, no cast was found
   1    the answer is no, or the environment cannot do what was asked
   2    the command line or a setting is wrong
+  3    trace and profile: the cast is there
   130  interrupted with Ctrl-C"""
 
 
