@@ -127,8 +127,13 @@ def _installed(distribution: str) -> str | None:
 def check_package() -> list[Check]:
     where = Path(__file__).resolve().parent
     checks = [
-        Check("sglang-fp8mla", "ok", f"{__version__} in {where}"),
-        Check("python", "ok", f"{platform.python_version()} on {platform.platform()}"),
+        Check("sglang-fp8mla", "ok", __version__),
+        Check("installed in", "ok", str(where)),
+        Check(
+            "python",
+            "ok",
+            f"{platform.python_version()}, {platform.system()} {platform.machine()}",
+        ),
     ]
     for name, level, loss in (
         ("packaging", "fail", "versions cannot be compared"),
@@ -153,13 +158,25 @@ def check_settings() -> list[Check]:
         if name.startswith(PREFIX)
     ]
     try:
-        read()
+        settings = read()
     except InvalidArgument as error:
         fix = "correct or unset it; docs/configuration.md lists all"
         return [*shown, Check("environment", "fail", str(error), fix)]
     if not shown:
         return [Check("environment", "ok", f"none of {len(ENVIRONMENT)} variables set: defaults")]
+    if settings.profile:
+        shown.append(check_profile(Path(settings.profile)))
     return shown
+
+
+def check_profile(path: Path) -> Check:
+    """Is the user's table readable, and for which GPU generations? The choice reads it in full."""
+    try:
+        generations = json.loads(path.read_text(encoding="utf-8"))["generations"]
+        return Check("profile", "ok", f"{path} holds {', '.join(sorted(generations))}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = f"{path} is not a table: {type(error).__name__}: {error}"
+        return Check("profile", "fail", found, "correct or unset SGLANG_FP8MLA_PROFILE")
 
 
 # --- SGLang and FlashInfer --------------------------------------------------------------------
@@ -383,7 +400,7 @@ def check_paths(served: Served, probing: str) -> tuple[list[Check], dict[str, An
     import torch
 
     from . import policy, probe
-    from .envs import read
+    from .envs import DECODE_PATHS, EXTEND_PATHS, read
     from .errors import Fp8MlaError
 
     facts = probe.Facts(
@@ -415,45 +432,36 @@ def check_paths(served: Served, probing: str) -> tuple[list[Check], dict[str, An
             *rows,
             Check("choice", "fail", str(error), "docs/fallback.md says what each needs"),
         ], None
-    profile = settings.profile or "the package's table"
-    rows.append(Check("profile", "ok", profile))
+    rows.append(Check("table", "ok", settings.profile or "the package's own"))
     chosen: dict[str, Any] = {}
     for choice in (decision.decode, decision.extend):
-        rows.append(Check(choice.phase, "ok", f"{choice}: {choice.reason}"))
+        # a path that is faster when measured, and failed its check here
+        level: Level = "warn" if failed(list(choice.checks)) else "ok"
+        rows.append(Check(choice.phase, level, f"{choice}: {choice.reason}"))
         chosen[choice.phase] = {
             "by_batch": [list(step) for step in choice.by_batch],
             "paths": list(choice.paths),
             "reason": choice.reason,
         }
-    for phase, paths in (
-        ("decode", ("native", "fused", "gather_cast")),
-        ("extend", ("native", "gather_cast")),
-    ):
+    for phase, paths in (("decode", DECODE_PATHS[1:]), ("extend", EXTEND_PATHS[1:])):
         for path in paths:
-            rows.append(
-                _path_row(path, phase, probed, ask, probing, probe.check_supported(path, facts))
-            )
+            supported = probe.check_supported(path, facts)
+            wanted = probing == "all" or (path, phase) in probed
+            ran = probing != "none" and supported.ok and wanted
+            check = ask(path, phase) if ran else supported
+            rows.append(_path_row(f"{path} {phase}", check, supported=supported.ok, ran=ran))
     return rows, chosen
 
 
-def _path_row(
-    path: str,
-    phase: str,
-    probed: dict[tuple[str, str], Check],
-    ask: Callable[[str, str], Check],
-    probing: str,
-    supported: Check,
-) -> Check:
-    """One path in one phase. A path that cannot run is a warning: another one does the work."""
-    name = f"{path} {phase}"
-    ran = (path, phase) in probed or probing == "all"
-    check = ask(path, phase) if ran else supported
-    found = check.found
-    if check.ok and (probing == "none" or not ran):
-        found = f"supported, not probed: {found}"
-    elif check.ok:
-        found = f"probed: {found}"
-    return Check(name, "ok" if check.ok else "warn", found, check.fix)
+def _path_row(name: str, check: Check, *, supported: bool, ran: bool) -> Check:
+    """One path in one phase. None of them is a failure: another path does the work."""
+    if not supported:
+        return Check(name, "ok", f"not here: {check.found}")
+    if not ran:
+        return Check(name, "ok", f"possible, not probed: {check.found}")
+    if not check.ok:
+        return Check(name, "warn", f"failed its probe: {check.found}", check.fix)
+    return Check(name, "ok", f"probed: {check.found}")
 
 
 def self_test() -> list[Check]:

@@ -150,6 +150,27 @@ def test_typo_in_the_environment(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        (None, "fail"),
+        ("", "fail"),
+        ("[]", "fail"),
+        ("{}", "fail"),
+        ('{"generations": {"SM90": {}, "SM120": {}}}', "ok"),
+    ],
+)
+def test_profile_is_looked_at_without_a_gpu(tmp_path, monkeypatch, text, level):
+    """A missing or damaged table is found where the variable is set, not on the GPU machine."""
+    path = tmp_path / "table.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("SGLANG_FP8MLA_PROFILE", str(path))
+    check = doctor.check_settings()[-1]
+    assert (check.name, check.level) == ("profile", level)
+    assert str(path) in check.found
+
+
 def test_prints_no_foreign_environment():
     """A bug report must not leak what else the environment holds."""
     done = run_doctor(
@@ -245,7 +266,7 @@ class TestPaths:
         assert decision["decode"]["paths"] == ["gather_cast"]
         assert "no measured table for NVIDIA Test (SM120)" in decision["decode"]["reason"]
         native = next(row for row in rows if row.name == "native decode")
-        assert native.level == "warn"
+        assert native.found.startswith("not here: SM120")
         assert "SM90 only" in native.found
 
     def test_forced_incapable_path_fails(self, monkeypatch):
@@ -265,7 +286,37 @@ class TestPaths:
         rows, _ = doctor.check_paths(doctor.Served(), "none")
         assert self.probed == []
         gather = next(row for row in rows if row.name == "gather_cast decode")
-        assert gather.found.startswith("supported, not probed")
+        assert gather.found.startswith("possible, not probed")
+
+    def test_failed_probe_of_another_path_is_a_warning(self):
+        """A path that cannot be built here is worth a word, and no reason to refuse."""
+        self.failing.add(("native", "decode"))
+        rows, decision = doctor.check_paths(doctor.Served(), "all")
+        native = next(row for row in rows if row.name == "native decode")
+        assert (native.level, native.fix) == ("warn", "install nvcc")
+        assert "native" not in decision["decode"]["paths"]
+
+    def test_measured_path_that_fails_is_a_warning(self, monkeypatch, tmp_path):
+        """The table wants native, its probe fails: gather_cast, and the row says why."""
+        rule = {"max_heads": 128, "max_batch": 1 << 20}
+        table = {
+            "schema": 1,
+            "generations": {
+                "SM90": {
+                    "decode": [{**rule, "path": "native"}],
+                    "extend": [{**rule, "path": "gather_cast"}],
+                }
+            },
+        }
+        path = tmp_path / "table.json"
+        path.write_text(json.dumps(table))
+        monkeypatch.setenv("SGLANG_FP8MLA_PROFILE", str(path))
+        self.failing.add(("native", "decode"))
+        rows, decision = doctor.check_paths(doctor.Served(), "needed")
+        decode = next(row for row in rows if row.name == "decode")
+        assert decode.level == "warn"
+        assert "failed its check" in decode.found
+        assert decision["decode"]["paths"] == ["gather_cast"]
 
     def test_unneeded_paths_are_not_probed(self):
         """A JIT build of minutes for a path that the table does not want helps nobody."""
