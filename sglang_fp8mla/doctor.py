@@ -271,19 +271,20 @@ def check_registration() -> list[Check]:
 
 
 def check_torch() -> list[Check]:
+    """torch and triton; triton by metadata alone, since its import fixes how kernels are run."""
+    triton = _installed("triton")
+    if triton is None:
+        triton_row = Check("triton", "fail", "not installed", "it comes with torch on Linux")
+    else:
+        triton_row = Check("triton", "ok", triton)
     version = _installed("torch")
     try:
         import torch
     except (ImportError, OSError) as error:
         found = "not installed" if version is None else f"{version}, does not import: {error}"
-        return [Check("torch", "fail", found, "install SGLang, which brings its torch")]
-    checks = [Check("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda}")]
-    triton = _installed("triton")
-    if triton is None:
-        checks.append(Check("triton", "fail", "not installed", "it comes with torch on Linux"))
-    else:
-        checks.append(Check("triton", "ok", triton))
-    return checks
+        fix = "install SGLang, which brings its torch"
+        return [Check("torch", "fail", found, fix), triton_row]
+    return [Check("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda}"), triton_row]
 
 
 def check_devices() -> list[Check]:

@@ -137,14 +137,16 @@ def test_exit_code_of_the_command_is_passed_on(one_command):
 
 
 def test_closed_pipe_is_silent():
-    """`sglang-fp8mla demo --json | head -1` must not end in a traceback."""
+    """`sglang-fp8mla estimate glm-5 --json | head -1` must not end in a traceback."""
+    command = f"{sys.executable} -m sglang_fp8mla.cli estimate glm-5 --json"
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m sglang_fp8mla.cli demo --pool 64 --json "
-         "--prefix 4 --own 1 | head -c 1; echo ${PIPESTATUS[0]}"],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
-    )  # fmt: skip
-    assert done.stderr == ""
-    assert done.stdout == "{0\n"
+        ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_version():
