@@ -65,6 +65,7 @@ _EXAMPLES = (
         "selftest",
         "selftest              stock and ours on this GPU, tokens compared",
     ),
+    ("bench", "bench                 each path at the shapes of real models"),
     ("trace", "trace trace.json.gz   is the cast in this profiler trace"),
 )
 
