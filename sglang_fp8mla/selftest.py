@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Fp8MlaError, IncompatibleEnvironment, InvalidArgument
+from .progress import can_draw
 from .serving import (
     DEFAULT_LAUNCHER,
     Deadline,
@@ -288,21 +289,21 @@ class Progress:
     """One line per arm on stderr: live on a terminal, a line per change elsewhere."""
 
     def __init__(self, names: Sequence[str]) -> None:
+        self._start = time.monotonic()
+        self._last: dict[str, str] = {}
+        self._bars: Any = None
+        if not can_draw():
+            return
         from rich.console import Console
         from rich.progress import Progress as Bars
         from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        console = Console(stderr=True)
-        self._live = console.is_terminal
-        self._start = time.monotonic()
-        self._last: dict[str, str] = {}
         self._bars = Bars(
             SpinnerColumn(),
             TextColumn("{task.fields[arm]:<14}"),
             TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
-            console=console,
-            disable=not self._live,
+            console=Console(stderr=True),
         )
         self._tasks = {
             name: self._bars.add_task("waiting", arm=name, start=False, total=None)
@@ -310,18 +311,20 @@ class Progress:
         }
 
     def __enter__(self) -> Progress:
-        self._bars.start()
+        if self._bars is not None:
+            self._bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._bars.stop()
+        if self._bars is not None:
+            self._bars.stop()
 
     def say(self, name: str, what: str, *, done: bool = False) -> None:
         """Show what the arm is doing now."""
         if self._last.get(name) == what:
             return
         self._last[name] = what
-        if self._live:
+        if self._bars is not None:
             task = self._tasks[name]
             self._bars.start_task(task)
             self._bars.update(task, description=what)

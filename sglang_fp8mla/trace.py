@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +42,22 @@ OTHER = "other"
 _CATEGORIES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device|multimem|nvshmem|"
      r"deep_?ep|all_?to_?all|Broadcast(?:_|Kernel)"),
-    ("live-row cast", r"gather_cast|live_slot|compact_slots|mark_slots"),
+    ("live-row cast", r"gather_cast|live_slots|(?:claim|compact)_slots"),
     ("KV write", r"set_(?:mla_)?kv_buffer|store_(?:kv_?)?cache|fused_store|reshape_and_cache|"
      r"append_paged|kv_?cache_(?:write|store|copy)|copy_kv"),
-    ("attention", r"MLAPage|mla_decode|flash_?mla|fmha|cutlass_mla|mla_(?:fwd|kernel|attn)|"
+    ("attention", r"MLAPage|mla_decode(?!_plan)|flash_?mla|fmha|cutlass_mla|mla_(?:fwd|kernel|attn)|"
      r"BatchPrefill|SinglePrefill|BatchDecode|SingleDecode|PrefillWithKV|PersistentVariableLength|"
-     r"VariableLengthMerge|merge_state|MergeState|_fwd_grouped_kernel|_fwd_kernel|flash_fwd|"
-     r"FlashAttn|splitkv|get_mla_metadata|unified_attention|attention_kernel|_decode_split|_decode_merge"),
+     r"VariableLengthMerge|merge_state|MergeState|^_fwd_(?:grouped_)?kernel|flash_fwd|"
+     r"FlashAttn|splitkv|get_mla_metadata|unified_attention|attention_kernel|"
+     r"^_(?:decode|merge)_kernel"),
     ("MoE", r"moe|expert|topk_?gating|grouped_topk|biased_topk|align_block|count_and_sort"),
     ("GEMM", r"gemm|gemv|nvjet|xmma|cutlass|cublas|splitK|matmul|\bdot_kernel|_mm_kernel|_bmm"),
     ("norm", r"rms_?norm|layer_?norm|RMSNorm|LayerNorm|_norm_kernel|fused_add_rms"),
     ("rope", r"rope|rotary"),
     ("activation", r"silu|gelu|act_and_mul|swiglu"),
     ("quantisation", r"quant"),
-    ("index building", r"kv_indices|kv_indptr|page_table|req_to_token|MLAPlan|metadata|"
-     r"compute_position|clamp_position|assign_req|alloc_(?:decode|extend)"),
+    ("index building", r"mla_decode_plan|kv_indices|kv_indptr|page_table|req_to_token|MLAPlan|"
+     r"metadata|compute_position|clamp_position|assign_req|alloc_(?:decode|extend)"),
     ("sampling", r"argmax|softmax|sampl|multinomial|top_?[kp]|radix|sort|penalt|logit"),
     ("memory copy", r"^Mem(?:cpy|set)|memcpy|memset"),
     ("elementwise", r"elementwise|CatArray|index_|gather|scatter|Fill|copy_kernel|cumsum|scan|"
@@ -576,26 +576,14 @@ def _describe(cast: PoolCast, mode: str) -> str:
 
 def _read_all(paths: Sequence[Path], cut_off: bool) -> list[Trace]:
     """Read every file, with a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from .progress import Bar
 
-    console = Console(stderr=True)
-    bars = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
+    total = sum(path.stat().st_size for path in paths if path.is_file())
     traces = []
-    with bars:
+    with Bar(total, in_bytes=True) as bar:
         for path in paths:
-            size = path.stat().st_size if path.is_file() else None
-            task = bars.add_task(path.name, total=size)
-            tick = partial(bars.advance, task)
-            traces.append(read_trace(path, partial=cut_off, tick=tick))
+            bar.describe(path.name)
+            traces.append(read_trace(path, partial=cut_off, tick=bar.advance))
     return traces
 
 
