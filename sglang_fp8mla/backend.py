@@ -169,7 +169,9 @@ class PlanSink:
         """Keep the batch for the layers, and plan the wrapper with the dtype that it will read."""
         bs = len(kv_len_arr)
         if bs == 0:
-            return  # an idle rank attends nothing, and FlashInfer refuses empty batches
+            # an idle rank attends nothing, and FlashInfer refuses empty batches
+            self._backend.note_empty(self._wrapper)
+            return
         on_device = kv_indptr if self._kv_indptr is None else self._kv_indptr
         planned = self._backend.note_plan(
             self._wrapper, self._phase, bs, on_device, kv_indices, num_heads, sm_scale
@@ -210,6 +212,8 @@ class Fp8IndicesUpdaterDecode(stock.FlashInferMLAIndicesUpdaterDecode):
     ) -> None:
         # on replay plan() gets host copies; these are the device lengths that it stands for
         lens = kv_indptr if spec_info is None else spec_info.kv_indptr
+        if init_metadata_replay and spec_info is not None:
+            kwargs = _with_draft_tokens(kwargs, self.attn_backend.draft_tokens)
         sink = PlanSink(self.attn_backend, wrapper, DECODE, lens[: len(paged_kernel_lens) + 1])
         super().call_begin_forward(
             sink,
@@ -221,6 +225,21 @@ class Fp8IndicesUpdaterDecode(stock.FlashInferMLAIndicesUpdaterDecode):
             spec_info,
             **kwargs,
         )
+
+
+def _with_draft_tokens(plan_kwargs: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
+    """The host lengths of a draft step's replay, its draft tokens counted.
+
+    Symptom: from the second replayed draft step on, requests attend to shifted rows and to none of
+    their own draft tokens, which costs acceptance. Cause: sglang 0.5.22 and 0.5.23 hand the draft's
+    fast plan the lengths of the prefix (FlashInferMLAAttnBackend._apply_cuda_graph_metadata), while
+    the indices hold one more token per step. Enough: capture and eager plans count them already.
+    Remove when upstream's replay lengths equal its kv_indptr.
+    """
+    lens = plan_kwargs["kv_len_arr_cpu"] + draft_tokens
+    starts = plan_kwargs["kv_indptr_cpu"]
+    shift = torch.arange(len(starts), dtype=starts.dtype) * draft_tokens
+    return {**plan_kwargs, "kv_len_arr_cpu": lens, "kv_indptr_cpu": starts + shift}
 
 
 class Fp8IndicesUpdaterPrefill(stock.FlashInferMLAIndicesUpdaterPrefill):
@@ -298,6 +317,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         skip_prefill: decode only (the steps of a multi-step draft).
         kv_indptr_buf, q_indptr_decode_buf: as the parent takes them.
         settings: the environment, read again when None.
+        draft_tokens: tokens that a step of a multi-step draft attends to beyond the prefix.
 
     Raises:
         IncompatibleEnvironment: the pool, the GPU or a forced path does not fit, or the workspace
@@ -313,8 +333,10 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         q_indptr_decode_buf: torch.Tensor | None = None,
         *,
         settings: Settings | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         settings = settings or read()
+        self.draft_tokens = draft_tokens
         self.pool_dtype: torch.dtype = model_runner.kv_cache_dtype
         self._planned: WeakKeyDictionary[Any, Planned] = WeakKeyDictionary()
         active = self.pool_dtype in POOL_DTYPES
@@ -383,6 +405,11 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
                 workspace_bytes / 2**30,
                 layout.stock_bytes_per_step / 2**30,
             )
+
+    def note_empty(self, wrapper: Any) -> None:
+        """The batch that `wrapper` was planned for has no requests."""
+        none = self._kv_indptr_staging[:0]
+        self._planned[wrapper] = Planned("none", 0, none, none, 0, 0.0)
 
     def note_plan(
         self,
@@ -508,6 +535,8 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
             [num_tokens, num_heads] float32.
         """
         heads, ckv = layer.tp_q_head_num, layer.v_head_dim
+        if planned.bs == 0:
+            return q.new_zeros(q.shape[0], heads * ckv)
         if q_rope is None:
             q = q.view(-1, heads, layer.head_dim)
             q_nope, q_pe = q[..., :ckv], q[..., ckv:]
@@ -593,6 +622,7 @@ class FlashInferMLAFp8MultiStepDraftBackend(stock.FlashInferMLAMultiStepDraftBac
                 skip_prefill=True,
                 kv_indptr_buf=self.kv_indptr[step],
                 q_indptr_decode_buf=self.q_indptr_decode,
+                draft_tokens=step + 1,
             )
             for step in range(len(self.attn_backends))
         ]
