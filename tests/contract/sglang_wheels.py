@@ -1,7 +1,7 @@
 """Other releases of SGLang for the contract tests, unpacked beside the installed one.
 
 A wheel is downloaded once, without its dependencies, into ~/.cache/fp8mla-ci (or the directory in
-SGLANG_FP8MLA_TEST_CACHE). SGLANG_FP8MLA_TEST_SGLANG_0522 names a directory with an unpacked 0.5.22.
+FP8MLA_TEST_CACHE). FP8MLA_TEST_SGLANG_0522 names a directory with an unpacked 0.5.22.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def fetch_sglang(version: str) -> Path:
     Raises:
         IndexUnreachable: it is not in the cache and pip cannot download it.
     """
-    given = os.environ.get(f"SGLANG_FP8MLA_TEST_SGLANG_{version.replace('.', '')}")
+    given = os.environ.get(f"FP8MLA_TEST_SGLANG_{version.replace('.', '')}")
     if given:
         return Path(given) / "sglang"
-    home = os.environ.get("SGLANG_FP8MLA_TEST_CACHE") or Path.home() / ".cache" / "fp8mla-ci"
+    home = os.environ.get("FP8MLA_TEST_CACHE") or Path.home() / ".cache" / "fp8mla-ci"
     cache = Path(home)
     target = cache / f"sglang-{version}"
     # written last, so a directory with it is whole
