@@ -24,6 +24,7 @@ _BLOCK_LIST = 1024
 _LIST_PROGRAMS_PER_SM = 2
 _BLOCK_T = 8
 _CAST_PROGRAMS_PER_SM = 16
+_CAST_STAGES = 1
 _INTERPRETED_PROGRAMS = 3  # few and odd, so that tests walk the grid-stride loops
 
 
@@ -109,6 +110,7 @@ def _gather_cast_kernel(
     BLOCK_D: tl.constexpr,  # largest power of two <= DIM
     BLOCK_TAIL: tl.constexpr,  # power of two >= DIM - BLOCK_D, or 0
     BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
     E5M2: tl.constexpr,
     HW_E4M3: tl.constexpr,
 ):
@@ -117,11 +119,17 @@ def _gather_cast_kernel(
     Programs stride over blocks of BLOCK_T slots and own all columns of them.
     """
     n = tl.load(count)
-    for start in range(tl.program_id(0) * BLOCK_T, n, tl.num_programs(0) * BLOCK_T):
-        offs_t = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    first = tl.program_id(0) * BLOCK_T
+    step = tl.num_programs(0) * BLOCK_T
+    # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
+    offs_t = first + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    ahead = tl.load(live_slots + offs_t, mask=offs_t < n, other=0).to(tl.int64)
+    for start in tl.range(first, n, step, num_stages=STAGES):
+        slot = ahead
+        offs_t = start + tl.arange(0, BLOCK_T)
         mask_t = offs_t < n
-        # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
-        slot = tl.load(live_slots + offs_t, mask=mask_t, other=0).to(tl.int64)
+        # the next round's slots are under way while this round's rows are
+        ahead = tl.load(live_slots + offs_t + step, mask=offs_t + step < n, other=0).to(tl.int64)
         src = pool + slot * stride_pool
         dst = out + slot * stride_out
         offs_d = tl.arange(0, BLOCK_D)
@@ -156,6 +164,7 @@ def cast_constants(dim: int, pool_dtype: torch.dtype, *, hw_e4m3: bool) -> dict[
         "BLOCK_D": block_d,
         "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
         "BLOCK_T": _BLOCK_T,
+        "STAGES": _CAST_STAGES,
         "E5M2": pool_dtype == torch.float8_e5m2,
         "HW_E4M3": hw_e4m3,
     }
