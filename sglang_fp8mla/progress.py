@@ -1,4 +1,4 @@
-"""Progress on stderr: a live bar on a terminal, nothing elsewhere; rich draws it where installed."""
+"""Progress on stderr: a live bar on a terminal, nothing elsewhere; rich draws it if installed."""
 
 from __future__ import annotations
 

@@ -754,10 +754,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--profile",
         type=int,
         nargs="?",
-        const=3,
+        const=6,
         default=0,
         metavar="STEPS",
-        help="also record a profiler trace of that many decode steps per arm (3)",
+        help="also record a profiler trace of that many decode steps per arm (6)",
     )
     running = parser.add_argument_group("running")
     running.add_argument(

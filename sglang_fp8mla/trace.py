@@ -11,7 +11,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,12 @@ _MIN_ROWS = 2048
 _MIN_CAST_US = 5.0
 # what casting a few live rows takes at least: 3.7 us for 1,024 rows on an H200, a launch's own time
 _MIN_LIVE_CAST_US = 3.7
+# kernels between one layer's attention and the next one's: more than this; on a side stream: fewer
+_LAYER_GAP = 3
 # kernels between the cast and the attention that reads it: none today; a copy of q would be one
 _NEAR = 4
+# steps that count as equally fast: their KV grows by a token each
+_AS_FAST = 1.03
 # eager launches differ in number by a few per step; a graph's or a layer's do not
 _PER_LAYER = 0.8
 
@@ -44,8 +48,9 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
      r"deep_?ep|all_?to_?all|Broadcast(?:_|Kernel)"),
     ("live-row cast", r"gather_cast|live_slots|(?:claim|compact)_slots"),
     ("KV write", r"set_(?:mla_)?kv_buffer|store_(?:kv_?)?cache|fused_store|reshape_and_cache|"
-     r"append_paged|kv_?cache_(?:write|store|copy)|copy_kv"),
-    ("attention", r"MLAPage|mla_decode(?!_plan)|flash_?mla|fmha|cutlass_mla|mla_(?:fwd|kernel|attn)|"
+     r"append_paged|kv_?cache_(?:write|store|copy)|copy_kv|float8_copy_kernel"),
+    ("attention", r"MLAPage|mla_decode(?!_plan)|flash_?mla|fmha|cutlass_mla|"
+     r"mla_(?:fwd|kernel|attn)|"
      r"BatchPrefill|SinglePrefill|BatchDecode|SingleDecode|PrefillWithKV|PersistentVariableLength|"
      r"VariableLengthMerge|merge_state|MergeState|^_fwd_(?:grouped_)?kernel|flash_fwd|"
      r"FlashAttn|splitkv|get_mla_metadata|unified_attention|attention_kernel|"
@@ -125,6 +130,12 @@ class Step:
     whole: bool = False
 
     @property
+    def bs(self) -> int:
+        """Requests in the batch, 0 where the mark does not say."""
+        match = _STEP.match(self.label)
+        return int(match["bs"] or 0) if match else 0
+
+    @property
     def live_tokens(self) -> int | None:
         """KV rows that the step's requests hold, where SGLang's detailed annotations say."""
         match = _LIVE.search(self.label)
@@ -141,7 +152,7 @@ def find_steps(rank: Rank, order: Sequence[int]) -> list[Step]:
     if rank.cpu_steps and len(rank.launch_ts):
         spans = _spans_from_launches(rank)
     if not spans and rank.gpu_steps:
-        spans = [(name, ts, ts + dur) for ts, dur, name in rank.gpu_steps]
+        spans = _merged((name, ts, ts + dur) for ts, dur, name in rank.gpu_steps)
     if not spans:
         spans = _spans_from_graphs(rank)
     spans.sort(key=lambda span: span[1])
@@ -158,6 +169,17 @@ def find_steps(rank: Rank, order: Sequence[int]) -> list[Step]:
         bound = bisect_right(starts, step.end - 1e-6)
         step.last = bound if step.whole else max(bound, step.first)
     return [step for step in steps if step.last > step.first]
+
+
+def _merged(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    """Spans in time order, those that overlap made one: the profiler marks a step per stream."""
+    result: list[tuple[str, float, float]] = []
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        if result and start < result[-1][2] and name == result[-1][0]:
+            result[-1] = (name, result[-1][1], max(end, result[-1][2]))
+        else:
+            result.append((name, start, end))
+    return result
 
 
 def _spans_from_launches(rank: Rank) -> list[tuple[str, float, float]]:
@@ -198,6 +220,7 @@ class PoolCast:
     us_per_layer: float
     ms_per_step: float
     share: float
+    share_of_busy: float
     pool_rows: int | None
     bytes_per_step: int | None
     tb_per_s: float | None
@@ -209,11 +232,14 @@ class PoolCast:
 
 @dataclass
 class Stage:
-    """Steps of one forward mode, medians over them."""
+    """Steps of one forward mode; times are means over the `num_used` least disturbed ones."""
 
     mode: str
     num_steps: int
+    num_used: int
+    bs: int
     step_ms: float
+    busy_ms: float
     step_ms_range: tuple[float, float]
     whole_steps: bool
     layers: int
@@ -261,11 +287,13 @@ class _CastKernel:
 
 def count_layers(rank: Rank, order: Sequence[int], step: Step, categories: Sequence[str]) -> int:
     """Runs of attention kernels in a step: a layer may attend in two (split, then merge)."""
-    layers, inside = 0, False
+    layers, since = 0, _LAYER_GAP
     for i in order[step.first : step.last]:
-        attends = categories[rank.name[i]] == "attention"
-        layers += attends and not inside
-        inside = attends
+        if categories[rank.name[i]] == "attention":
+            layers += since >= _LAYER_GAP
+            since = 0
+        else:
+            since += 1
     return layers
 
 
@@ -285,17 +313,18 @@ def find_cast(
     layers = 0
     for step in steps:
         last: tuple[int, tuple[int, int]] | None = None
-        inside = False
+        since = _LAYER_GAP
         for position in range(step.first, step.last):
             i = order[position]
             name = rank.name[i]
-            attends = categories[name] == "attention"
-            if attends and not inside:
-                layers += 1
-                if last is not None and position - last[0] <= _NEAR:
-                    near[last[1]] += 1
-                last = None
-            inside = attends
+            if categories[name] == "attention":
+                if since >= _LAYER_GAP:
+                    layers += 1
+                    if last is not None and position - last[0] <= _NEAR:
+                        near[last[1]] += 1
+                last, since = None, 0
+            else:
+                since += 1
             if not copying[name]:
                 continue
             copy = rank.copies.get(rank.external[i]) if rank.external[i] else None
@@ -342,10 +371,16 @@ def _exclusive(rank: Rank, order: Sequence[int]) -> list[float]:
 
 
 def _typical(steps: Sequence[Step]) -> list[Step]:
-    """Steps to average over: whole ones if any, without those that waited for a request."""
+    """Steps to average over: whole ones if any, of the most frequent batch size, the fastest few.
+
+    The profiler itself and a wait for requests only ever add time, between kernels.
+    """
     whole = [s for s in steps if s.whole] or list(steps)
-    typical = _median([s.end - s.start for s in whole])
-    return [s for s in whole if s.end - s.start <= 1.5 * typical]
+    sizes = Counter(s.bs for s in whole)
+    bs = max(sizes, key=lambda size: (sizes[size], size))
+    same = [s for s in whole if s.bs == bs]
+    fastest = min(s.end - s.start for s in same)
+    return [s for s in same if s.end - s.start <= _AS_FAST * fastest]
 
 
 def analyse_rank(
@@ -433,11 +468,14 @@ def _stage_of(
         }
         for name, us in sorted(kernel_time.items(), key=lambda item: -item[1])[:top]
     ]
-    spans = [(s.end - s.start) / 1e3 for s in used]
+    spans = [(s.end - s.start) / 1e3 for s in steps if s.whole] or [step_ms]
     stage = Stage(
         mode,
         len(steps),
+        n,
+        used[0].bs,
         step_ms,
+        step_ms - time[GAP] / n / 1e3,
         (min(spans), max(spans)),
         all(s.whole for s in used),
         round(_median([count_layers(rank, order, s, categories) for s in used])),
@@ -463,6 +501,7 @@ def _stage_of(
             us_per_layer=us,
             ms_per_step=ms,
             share=shown[CAST]["share"],
+            share_of_busy=ms / stage.busy_ms,
             pool_rows=rows,
             bytes_per_step=round(rows * row * _CAST_BYTES * per_step) if rows else None,
             tb_per_s=tb_per_s,
@@ -524,9 +563,11 @@ def show(reports: Sequence[Report], *, top: int) -> None:
         # decode first: it is what the question is about
         for stage in sorted(report.stages.values(), key=lambda s: (s.mode != "DECODE", s.mode)):
             lo, hi = stage.step_ms_range
-            title = (
-                f"{stage.mode}: {stage.num_steps} steps, {stage.step_ms:.2f} ms each "
-                f"({lo:.2f} to {hi:.2f}), {stage.layers} attention layers"
+            batch = f", batch {stage.bs}" if stage.bs else ""
+            sys.stdout.write(
+                f"{stage.mode}{batch}: {stage.step_ms:.2f} ms a step, the GPU busy for "
+                f"{stage.busy_ms:.2f}; {stage.layers} attention layers; fastest {stage.num_used} "
+                f"of {stage.num_steps} steps ({lo:.2f} to {hi:.2f} ms)\n"
             )
             rows = [
                 [name, f"{v['ms']:.3f}", f"{v['share']:.1%}", f"{v['per_step']:.0f}" or ""]
@@ -534,7 +575,7 @@ def show(reports: Sequence[Report], *, top: int) -> None:
             ]
             styles = ["bold red" if row[0] == CAST else "" for row in rows]
             columns = ["what", "ms per step", "share", "launches"]
-            print_table(title, columns, rows, right=(1, 2, 3), styles=styles)
+            print_table("", columns, rows, right=(1, 2, 3), styles=styles)
             if top:
                 rows = [
                     [short_name(k["name"]), k["category"], f"{k['ms']:.3f}", f"{k['share']:.1%}",
@@ -556,8 +597,8 @@ def show(reports: Sequence[Report], *, top: int) -> None:
 
 def _describe(cast: PoolCast, mode: str) -> str:
     lines = [
-        f"pool cast in {mode}: {cast.ms_per_step:.2f} ms of each step ({cast.share:.1%}), "
-        f"{cast.per_step} x {cast.us_per_layer:.0f} us",
+        f"pool cast in {mode}: {cast.ms_per_step:.2f} ms of each step ({cast.share:.1%}; "
+        f"{cast.share_of_busy:.1%} of its GPU time), {cast.per_step} x {cast.us_per_layer:.0f} us",
         f"  seen as: {cast.evidence}; kernel {short_name(cast.kernel)}",
     ]
     if cast.pool_rows and cast.bytes_per_step and cast.tb_per_s:

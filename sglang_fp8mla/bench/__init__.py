@@ -57,7 +57,12 @@ def _paths(text: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _device(name: str | None) -> Any:
+def require_device(name: str | None) -> Any:
+    """The torch device to measure on.
+
+    Raises:
+        IncompatibleEnvironment: torch or triton is missing, or there is no such device.
+    """
     try:
         import torch
         import triton  # noqa: F401
@@ -80,7 +85,7 @@ def _device(name: str | None) -> Any:
     return device
 
 
-def measure(
+def measure_all(
     cases: Sequence[tuple[Case, str]], paths: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Run everything, writing `--json` after each case; return the results."""
@@ -88,7 +93,7 @@ def measure(
     from ..progress import Bar, can_draw
     from .report import SCHEMA
 
-    device = _device(args.device)
+    device = require_device(args.device)
     from .measure import run_case
     from .timing import Timer, copy_bandwidth
 
@@ -144,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
             from ..trace_plot import require_matplotlib
 
             require_matplotlib()
-        data = measure(cases, paths, args)
+        data = measure_all(cases, paths, args)
     report.show(data, old)
     if args.json == "-":
         sys.stdout.write(json.dumps(data, indent=1) + "\n")

@@ -67,13 +67,13 @@ def test_all_arms_pass(tmp_path, capsys, overlap):
     assert code == 0
     assert [a["status"] for a in data["arms"]] == ["ok"] * 4
     stock, ours = data["arms"][:2]
-    # 6 and 2 ms asleep per token, whatever the machine adds
-    assert stock["workloads"]["2x16"]["ms_per_step"] == pytest.approx(6, abs=1)
-    assert ours["workloads"]["2x16"]["ms_per_step"] == pytest.approx(2, abs=1)
+    # 6 and 2 ms asleep per token, and what a busy machine adds
+    assert 5 < stock["workloads"]["2x16"]["ms_per_step"] < 12
+    assert 1 < ours["workloads"]["2x16"]["ms_per_step"] < 5
     assert data["verdict"]["ok"] is True
     text = capsys.readouterr().err
     assert "PASS: " in text
-    assert "2x16 6." in text
+    assert "ms per step: 2x16 " in text
     assert data["config"]["arms"]["native"]["env"]["SGLANG_FP8MLA_DECODE_PATH"] == "native"
 
 
