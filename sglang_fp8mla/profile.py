@@ -69,10 +69,11 @@ def record(
         )
         tick("waiting for the trace files")
         return _wait_for_traces(out, known, min(until, time.monotonic() + 30))
-    finally:
-        # already stopped by itself unless something above went wrong: then it answers with an error
+    except BaseException:
+        # it stops by itself after the steps asked for; when these never came, it must be told
         with contextlib.suppress(ServerFailed):
             call(base, "/stop_profile", {}, timeout=30)
+        raise
 
 
 def _traces(folder: Path) -> list[Path]:

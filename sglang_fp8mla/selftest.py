@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -358,7 +359,7 @@ def stage(server: Server) -> str:
 
 
 # the package's own start-up lines in a server log
-_OWN_LINES = ("sglang_fp8mla", "flashinfer_mla_fp8:")
+_OWN_LINES = re.compile(r"(?:decode|extend) path: .*|sglang_fp8mla\.\w+.*")
 
 
 @dataclass
@@ -484,8 +485,8 @@ class Runner:
         except DeadlinePassed as error:
             result.status, result.detail = "failed", str(error)
         finally:
-            lines = server.tail(100_000)
-            result.says = [s[:400] for s in lines if any(mark in s for mark in _OWN_LINES)][:12]
+            found = map(_OWN_LINES.search, server.read_log().splitlines())
+            result.says = list(dict.fromkeys(match[0][:400] for match in found if match))[:12]
             self._record(result)
             server.stop()
             self.servers.remove(server)
@@ -573,6 +574,10 @@ def show(plan: Plan, results: Sequence[Result], verdict: Verdict) -> None:
         styles=styles,
         file=sys.stderr,
     )
+    for result in results:
+        if result.arm == "auto":
+            for line in result.says:
+                sys.stderr.write(f"  auto: {line}\n")
     for reason in verdict.reasons:
         sys.stderr.write(f"  - {reason}\n")
     word = "PASS" if verdict.ok else "FAIL (reasons above)" if verdict.reasons else "FAIL"

@@ -272,6 +272,13 @@ class Server:
                 return self._process.wait(timeout=seconds)
         return None
 
+    def read_log(self) -> str:
+        """Its whole log so far."""
+        try:
+            return self.log_path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
     def tail(self, num_lines: int = 15) -> list[str]:
         """The last lines of its log."""
         try:

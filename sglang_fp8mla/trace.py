@@ -370,7 +370,7 @@ def _exclusive(rank: Rank, order: Sequence[int]) -> list[float]:
     return result
 
 
-def _typical(steps: Sequence[Step]) -> list[Step]:
+def typical_steps(steps: Sequence[Step]) -> list[Step]:
     """Steps to average over: whole ones if any, of the most frequent batch size, the fastest few.
 
     The profiler itself and a wait for requests only ever add time, between kernels.
@@ -426,7 +426,7 @@ def _stage_of(
     live_tokens: int | None,
     top: int,
 ) -> Stage:
-    used = _typical(steps)
+    used = typical_steps(steps)
     cast = find_cast(rank, order, used, categories, row)
     time: defaultdict[str, float] = defaultdict(float)
     count: Counter[str] = Counter()

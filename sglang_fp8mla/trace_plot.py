@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import IncompatibleEnvironment
-from .trace import CAST, GAP, Stage, analyse_rank, category_of
+from .trace import CAST, GAP, Stage, analyse_rank, category_of, typical_steps
 from .trace_file import Rank, Trace
 
 # one colour per category in every plot, the cast in red
@@ -61,9 +61,8 @@ def plot_step(trace: Trace, out: Path, *, row: int = 576) -> None:
     if not stages:
         raise IncompatibleEnvironment(f"{trace.path}: no GPU events to plot")
     stage = stages.get("DECODE") or max(stages.values(), key=lambda s: s.step_ms * s.num_steps)
-    step = next((s for s in steps if s.mode == stage.mode and s.whole), None) or next(
-        s for s in steps if s.mode == stage.mode
-    )
+    # one of those that the bar is the mean of
+    step = typical_steps([s for s in steps if s.mode == stage.mode])[0]
     figure, (bars, whole, part) = pyplot.subplots(
         3, 1, figsize=(11, 6.2), height_ratios=[1.5, 1, 1], constrained_layout=True
     )

@@ -101,6 +101,8 @@ if mode == "refuse":
         "sglang_fp8mla.errors.IncompatibleEnvironment: native: needs SM90, found SM80", flush=True
     )
     sys.exit(1)
+if backend != "flashinfer":
+    print(f"[2026-11-29] decode path: {path or 'auto'}, because it was asked for", flush=True)
 server = ThreadingHTTPServer(("127.0.0.1", int(flag("--port"))), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 while True:

@@ -74,6 +74,7 @@ def test_all_arms_pass(tmp_path, capsys, overlap):
     text = capsys.readouterr().err
     assert "PASS: " in text
     assert "ms per step: 2x16 " in text
+    assert data["arms"][2]["says"] == ["decode path: native, because it was asked for"]
     assert data["config"]["arms"]["native"]["env"]["SGLANG_FP8MLA_DECODE_PATH"] == "native"
 
 

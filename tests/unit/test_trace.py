@@ -325,4 +325,4 @@ def test_the_profilers_own_delays_are_not_averaged_in():
         for end in (100.0, 101.0, 180.0)
     ]
     steps.append(trace_module.Step("DECODE", "step[DECODE bs=8]", 0.0, 50.0, whole=True))
-    assert [s.end for s in trace_module._typical(steps)] == [100.0, 101.0]
+    assert [s.end for s in trace_module.typical_steps(steps)] == [100.0, 101.0]
