@@ -18,6 +18,7 @@ from typing import Any
 
 from .bench.cases import PAGE, POOL, Case
 from .errors import IncompatibleEnvironment, InvalidArgument
+from .outputs import require_writable
 
 DECODE_PATHS = ("gather_cast", "native", "fused")
 EXTEND_PATHS = ("gather_cast", "native")
@@ -171,8 +172,7 @@ def run(args: argparse.Namespace) -> int:
             f"calibrate: --lengths and --pool must be multiples of {PAGE}, got {args.lengths} and "
             f"{args.pool}"
         )
-    if args.out and not Path(args.out).resolve().parent.is_dir():
-        raise InvalidArgument(f"calibrate: the folder of --out must exist, got {args.out}")
+    require_writable(args.out, "calibrate: --out")
     from .bench import require_device
     from .machine import machine, machine_line
     from .progress import Bar

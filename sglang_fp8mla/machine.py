@@ -16,7 +16,7 @@ from pathlib import Path
 _PACKAGES = ("torch", "triton", "flashinfer-python", "sglang", "sglang-kernel")
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
     """Stripped stdout of a command, empty when it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return ""
@@ -40,8 +40,8 @@ def _commit() -> str:
     here = Path(__file__).resolve().parent
     if not (here.parent / ".git").exists():
         return ""
-    commit = _output("git", "-C", str(here), "rev-parse", "--short", "HEAD")
-    dirty = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", ".")
+    commit = output_of("git", "-C", str(here), "rev-parse", "--short", "HEAD")
+    dirty = output_of("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", ".")
     return commit + ("+" if commit and dirty else "")
 
 
@@ -49,7 +49,7 @@ def machine() -> dict[str, str]:
     """What the numbers depend on, as strings, in a fixed order."""
     from . import __version__
 
-    gpus = _output(
+    gpus = output_of(
         "nvidia-smi",
         "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,memory.total",
         "--format=csv,noheader",

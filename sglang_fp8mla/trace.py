@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import IncompatibleEnvironment, InvalidArgument
+from .outputs import require_writable
 from .trace_file import Rank, Trace, read_trace
 
 EXIT_CAST_FOUND = 3
@@ -635,6 +636,7 @@ def run(args: argparse.Namespace) -> int:
             "trace: --row must be positive, --top and --live-tokens not negative, got "
             f"{args.row}, {args.top} and {args.live_tokens}"
         )
+    require_writable(args.plot, "trace: --plot")
     if args.plot:
         from .trace_plot import require_matplotlib
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import IncompatibleEnvironment, InvalidArgument
+from ..outputs import require_writable
 from .cases import CASES, GROUPS, POOL, SWEEPS, Case, select, sweep
 
 if TYPE_CHECKING:
@@ -68,12 +69,12 @@ def require_device(name: str | None) -> Any:
         import triton  # noqa: F401
     except ImportError as error:
         raise IncompatibleEnvironment(
-            f"bench: needs torch and triton ({error}): pip install 'sglang-fp8mla[sglang]'"
+            f"this needs torch and triton ({error}): pip install 'sglang-fp8mla[sglang]'"
         ) from None
 
     if name is None and not torch.cuda.is_available():
         raise IncompatibleEnvironment(
-            "bench: no CUDA device here; --device cpu runs small cases through Triton's "
+            "no CUDA device here; --device cpu runs small cases through Triton's "
             "interpreter, to see that they are right, and says nothing about speed"
         )
     device = torch.device(name or "cuda")
@@ -81,7 +82,7 @@ def require_device(name: str | None) -> Any:
         import os
 
         if os.environ.get("TRITON_INTERPRET") != "1":
-            raise IncompatibleEnvironment("bench: --device cpu needs TRITON_INTERPRET=1")
+            raise IncompatibleEnvironment("--device cpu needs TRITON_INTERPRET=1")
     return device
 
 
@@ -139,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
         _list()
         return 0
     old = report.load(Path(args.compare)) if args.compare else None
+    require_writable(args.json, "bench: --json")
+    require_writable(args.plot, "bench: --plot")
     if args.repeat < 1:
         raise InvalidArgument(f"bench: --repeat must be at least 1, got {args.repeat}")
     if args.load:

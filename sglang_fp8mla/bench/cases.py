@@ -127,7 +127,14 @@ _EXTEND = [
     for bs, q_len, prefix in ((1, 64, 4096), (1, 2048, 6144), (8, 512, 4096), (8, 4, 4096))
     if (prefix + q_len) % PAGE == 0
 ] + [
-    Case(f"{model}-verify-{bs}x4", heads, bs, 4096, q_len=4, about=f"speculative verify; {about}")
+    Case(
+        f"{model}-verify-{bs}x4",
+        heads,
+        bs,
+        4096,
+        q_len=4,
+        about="speculative verify, 4 tokens each",
+    )
     for model, heads, about in _MODELS
     for bs in (1, 8, 32)
 ]

@@ -250,6 +250,8 @@ def test_a_failed_check_is_exit_1(results, capsys):
         ["--load", "/nonexistent.json"],
         ["--compare", "/nonexistent.json"],
         ["--repeat", "0"],
+        ["--json", "/nonexistent/x.json"],
+        ["--sweep", "length", "--plot", "/nonexistent/x.png"],
     ],
     ids=" ".join,
 )

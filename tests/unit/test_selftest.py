@@ -19,9 +19,11 @@ from sglang_fp8mla.errors import InvalidArgument
 from sglang_fp8mla.selftest import (
     ARMS,
     Result,
+    batches,
     choose_arms,
     first_difference,
     judge,
+    memory_of,
     parse_arm,
     parse_workload,
 )
@@ -236,6 +238,8 @@ def test_a_wrong_url_is_refused(url):
         ["--layers", "0"],
         ["--without", "no-such-flag"],
         ["--model", "/m", "--default-flags"],
+        ["--model", "/m", "--overlap"],
+        ["--json", "/nonexistent/x.json"],
     ],
     ids=" ".join,
 )
@@ -268,6 +272,23 @@ def test_the_builtin_model_is_one_that_the_issue_names():
         assert (shape["num_hidden_layers"], shape["num_attention_heads"]) == (61, 16)
     else:
         assert shape == json.loads(reference.read_text())
+
+
+def test_arms_boot_together_as_far_as_the_gpu_has_room():
+    """61 layers and 495,552 slots: 17 GB of FP8 pool and 5 GB of weights a server."""
+    arms = choose_arms("stock,gather_cast,native,fused,bf16", [])
+    each = {arm.name: memory_of(arm, 61, 16, 495_552) for arm in arms}
+    assert 25e9 < each["stock"] < 30e9
+    assert each["bf16"] - each["stock"] == 61 * 495_552 * 576
+
+    def sizes(overlap, free):
+        return [len(batch) for batch in batches(arms, overlap, each, free)]
+
+    assert sizes(0, 150 << 30) == [4, 1]
+    assert sizes(0, 40 << 30) == [1, 1, 1, 1, 1]
+    assert sizes(0, None) == [5]
+    assert sizes(2, 1) == [2, 2, 1]
+    assert sizes(1, 1) == [1] * 5
 
 
 def test_default_flags_drop_what_a_user_has_on():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -211,6 +213,11 @@ def test_plot_is_drawn(trace_of, tmp_path, capsys):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_that_cannot_be_written_is_refused_first(trace_of, capsys):
+    assert cli.main(["trace", str(trace_of(STOCK)), "--plot", "/nonexistent/a.png"]) == 2
+    assert "--plot must name a file in a folder that exists" in capsys.readouterr().err
+
+
 def test_a_missing_matplotlib_is_named_before_hours_of_reading(trace_of, monkeypatch, capsys):
     args = cli.build_parser("trace").parse_args(["trace", "x.json", "--plot", "a.png"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -269,6 +276,27 @@ def test_memory_does_not_follow_the_size_of_the_file(trace_of):
     tracemalloc.stop()
     # a few chunks of a megabyte: read, decoded, and joined to what was left of the last
     assert peak < 8 << 20 < path.stat().st_size
+
+
+@pytest.mark.slow
+def test_500_mb_in_under_a_minute_and_600_mb(tmp_path):
+    """A traced minute of a busy server, with Python stacks, is this large."""
+    path = tmp_path / "large.json"
+    make_trace.write(replace(STOCK, steps=200, megabytes=500.0), path)
+    code = (
+        "import resource, sys, time; from sglang_fp8mla import cli; begin = time.monotonic();"
+        "code = cli.main(['trace', sys.argv[1]]);"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3;"
+        "print(code, time.monotonic() - begin, peak)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True
+    )
+    path.unlink()
+    code, seconds, megabytes = map(float, done.stdout.splitlines()[-1].split())
+    assert code == 3
+    assert seconds < 60
+    assert megabytes < 600
 
 
 def test_pool_cast_is_named_in_the_kernel_list(trace_of):
