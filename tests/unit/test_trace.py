@@ -284,9 +284,10 @@ def test_500_mb_in_under_a_minute_and_600_mb(tmp_path):
     path = tmp_path / "large.json"
     make_trace.write(replace(STOCK, steps=200, megabytes=500.0), path)
     code = (
-        "import resource, sys, time; from sglang_fp8mla import cli; begin = time.monotonic();"
+        "import re, sys, time; from sglang_fp8mla import cli; begin = time.monotonic();"
         "code = cli.main(['trace', sys.argv[1]]);"
-        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3;"
+        # ru_maxrss would count the process that started this one
+        "peak = int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]) / 1e3;"
         "print(code, time.monotonic() - begin, peak)"
     )
     done = subprocess.run(
@@ -296,7 +297,7 @@ def test_500_mb_in_under_a_minute_and_600_mb(tmp_path):
     code, seconds, megabytes = map(float, done.stdout.splitlines()[-1].split())
     assert code == 3
     assert seconds < 60
-    assert megabytes < 600
+    assert 10 < megabytes < 600
 
 
 def test_pool_cast_is_named_in_the_kernel_list(trace_of):
