@@ -347,15 +347,27 @@ def check_toolchain() -> list[Check]:
         checks.append(Check("ninja", "ok", str(shutil.which("ninja"))))
     else:
         checks.append(Check("ninja", "warn", f"not on PATH; {need}", "pip install ninja"))
-    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-    cache = base / ".cache" / "flashinfer"
-    existing = next((p for p in (cache, *cache.parents) if p.exists()), None)
-    if existing is None or not os.access(existing, os.W_OK):
-        fix = "make it writable, or set FLASHINFER_WORKSPACE_BASE to a folder that is"
-        checks.append(Check("FlashInfer JIT cache", "warn", f"{cache} is not writable", fix))
-    else:
-        state = "" if cache.exists() else " (not there yet)"
-        checks.append(Check("FlashInfer JIT cache", "ok", f"{cache}{state}"))
+    home_cache = Path.home() / ".cache"
+    flashinfer_base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
+    # as kernels/nvrtc.py and flashinfer.jit.env find them; importing either needs more than stdlib
+    for name, folder, variable in (
+        (
+            "FlashInfer JIT cache",
+            (Path(flashinfer_base) / ".cache" if flashinfer_base else home_cache) / "flashinfer",
+            "FLASHINFER_WORKSPACE_BASE",
+        ),
+        (
+            "fused kernel cache",
+            Path(os.environ.get("XDG_CACHE_HOME") or home_cache) / "sglang_fp8mla",
+            "XDG_CACHE_HOME",
+        ),
+    ):
+        existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
+        if existing is None or not os.access(existing, os.W_OK):
+            fix = f"make it writable, or set {variable}; else each start compiles anew"
+            checks.append(Check(name, "warn", f"{folder} is not writable", fix))
+        else:
+            checks.append(Check(name, "ok", f"{folder}{'' if folder.exists() else ' (none yet)'}"))
     return checks
 
 

@@ -171,6 +171,22 @@ def test_profile_is_looked_at_without_a_gpu(tmp_path, monkeypatch, text, level):
     assert str(path) in check.found
 
 
+def test_caches_are_where_the_kernels_put_them(monkeypatch, tmp_path):
+    """Doctor derives the folders by itself, to survive without torch."""
+    nvrtc = pytest.importorskip("sglang_fp8mla.kernels.nvrtc")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = {check.name: check.found for check in doctor.check_toolchain()}
+    assert found["fused kernel cache"].split(" (")[0] == str(nvrtc.cache_dir())
+
+
+def test_read_only_cache_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    rows = {check.name: check for check in doctor.check_toolchain()}
+    assert rows["fused kernel cache"].level == "warn"
+    assert "XDG_CACHE_HOME" in rows["fused kernel cache"].fix
+
+
 def test_prints_no_foreign_environment():
     """A bug report must not leak what else the environment holds."""
     done = run_doctor(
