@@ -275,6 +275,7 @@ def print_estimate(found: Estimate, gpu: str) -> None:
         print(f" That is {found.step_ms / found.our_step_ms:.1f}x the steps per second, at most.")
     else:
         print(" --step-ms puts it in proportion to a step that you measured.")
+    print("`fused` and `native`, where they run, cast nothing: `sglang-fp8mla doctor` tells.")
     for note in found.notes:
         print(f"Note: {note}.")
 
