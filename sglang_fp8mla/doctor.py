@@ -213,7 +213,7 @@ def check_plugin() -> list[Check]:
                 "SGLANG_PLUGINS",
                 "fail",
                 f"restricts SGLang's plugins and leaves {BACKEND_NAME} out",
-                f"add it: SGLANG_PLUGINS={','.join([*sorted(names), BACKEND_NAME])}",
+                f"add {BACKEND_NAME} to it, or unset it",
             )
         )
     elif names:
@@ -335,7 +335,7 @@ def check_toolchain() -> list[Check]:
     nvcc = next((path for path in candidates if os.access(path, os.X_OK)), None)
     need = "only `native` needs it, once, to compile FlashInfer's FP8 kernel"
     if home and candidates[0] != nvcc:
-        found = f"CUDA_HOME is {home}, which has no bin/nvcc; {need}"
+        found = f"CUDA_HOME points to a folder without bin/nvcc; {need}"
         checks.append(Check("nvcc", "warn", found, "point CUDA_HOME at a CUDA toolkit"))
     elif nvcc is None:
         fix = "install the CUDA toolkit of torch's CUDA version, or set CUDA_HOME"
