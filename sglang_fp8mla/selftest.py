@@ -530,6 +530,9 @@ class Runner:
             self._failure(server, error, result)
         except DeadlinePassed as error:
             result.status, result.detail = "failed", str(error)
+        except KeyboardInterrupt:
+            result.status, result.detail = "failed", "interrupted"
+            raise
         finally:
             found = map(_OWN_LINES.search, server.read_log().splitlines())
             result.says = list(dict.fromkeys(match[0][:400] for match in found if match))[:12]
@@ -572,6 +575,26 @@ def to_json(
         "arms": [r.to_json() for r in results],
         "verdict": None if verdict is None else vars(verdict),
     }
+
+
+def cast_shares(result: Result) -> list[str]:
+    """What the recorded traces say of the pool cast, a line per file."""
+    from . import trace, trace_file
+
+    lines = []
+    for path in map(Path, result.traces):
+        try:
+            reports = trace.analyse(trace_file.read_trace(path))
+        except trace_file.InvalidTrace as error:
+            lines.append(str(error))
+            continue
+        for stage in (stage for report in reports for stage in report.stages.values()):
+            found = "no pool cast"
+            if stage.cast:
+                found = f"pool cast {stage.cast.ms_per_step:.2f} ms ({stage.cast.share:.1%})"
+            busy = f"GPU busy {stage.busy_ms:.2f} ms a step"
+            lines.append(f"{result.arm} trace, {stage.mode}: {found}, {busy}")
+    return lines
 
 
 def show(plan: Plan, results: Sequence[Result], verdict: Verdict) -> None:
@@ -620,6 +643,8 @@ def show(plan: Plan, results: Sequence[Result], verdict: Verdict) -> None:
         file=sys.stderr,
     )
     for result in results:
+        for line in cast_shares(result):
+            sys.stderr.write(f"  {line}\n")
         if result.arm == "auto":
             for line in result.says:
                 sys.stderr.write(f"  auto: {line}\n")

@@ -80,6 +80,16 @@ def test_all_arms_pass(tmp_path, capsys, overlap):
     assert data["config"]["arms"]["native"]["env"]["SGLANG_FP8MLA_DECODE_PATH"] == "native"
 
 
+def test_recorded_traces_are_read(tmp_path, fake, capsys):
+    fake("FAKE_TRACE", str(DATA / "traces" / "h200-61l-stock-decode.trace.json.gz"))
+    code, data = selftest(tmp_path, "--arms", "stock,auto", "--profile", "2")
+    assert code == 0
+    assert len(data["arms"][0]["traces"]) == 1
+    err = capsys.readouterr().err
+    assert "stock trace, DECODE: pool cast 52.28 ms (91.4%), GPU busy 56.88 ms a step" in err
+    assert "auto: decode path: auto, because it was asked for" in err
+
+
 def test_a_path_that_cannot_run_here_is_reported_and_passes(tmp_path, fake, capsys):
     fake("FAKE_MODE", "refuse@native")
     code, data = selftest(tmp_path, "--arms", "stock,gather_cast,native")
@@ -157,6 +167,9 @@ def test_nothing_is_left_running(tmp_path, fake, signum):
         code = process.wait(timeout=20)
     assert code == (-9 if signum == signal.SIGKILL else 130)
     assert gone_within(child, 10), (tmp_path / "log").read_text()
+    if signum != signal.SIGKILL:
+        (arm,) = json.loads((tmp_path / "selftest.json").read_text())["arms"]
+        assert (arm["status"], arm["detail"]) == ("failed", "interrupted")
 
 
 def test_a_server_stops_with_everything_it_started(tmp_path, fake):
