@@ -303,17 +303,17 @@ def find_cast(
 ) -> _CastKernel | None:
     """The kernel that casts a whole KV pool in these steps, or None.
 
-    Where shapes were recorded (eager launches): an `aten::copy_` of `_MIN_ROWS` rows or more of
-    `row` values from an 8-bit float. Where not (a graph replay has no operators): torch's copy
-    kernel, that large by its launch size, right before the attention of nearly every layer.
+    It is torch's copy kernel, of `_MIN_ROWS` rows or more of `row` values, right before the
+    attention of nearly every layer, nothing multiplied in between: a cast of live prefix rows goes
+    through a GEMM first. Where shapes were recorded (eager launches) they tell the size, and that
+    the source is an 8-bit float; a graph replay has no operators, there the launch size tells.
     """
     copying = [is_copy_kernel(name) for name in rank.names]
-    by_shape: Counter[tuple[int, int]] = Counter()
-    near: Counter[tuple[int, int]] = Counter()
-    durations: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    # (name, elements, from recorded shapes) -> attention launches that it preceded
+    near: Counter[tuple[int, int, bool]] = Counter()
     layers = 0
     for step in steps:
-        last: tuple[int, tuple[int, int]] | None = None
+        last: tuple[int, tuple[int, int, bool]] | None = None
         since = _LAYER_GAP
         for position in range(step.first, step.last):
             i = order[position]
@@ -326,27 +326,29 @@ def find_cast(
                 last, since = None, 0
             else:
                 since += 1
+            if categories[name] in ("GEMM", "MoE"):
+                last = None
             if not copying[name]:
                 continue
+            size = rank.threads[i] * elements_per_thread(rank.names[name])
+            key = (name, size, False)
             copy = rank.copies.get(rank.external[i]) if rank.external[i] else None
-            if copy is not None and copy.dims[-1] == row and "loat8" in copy.in_type:
-                by_shape[(name, _product(copy.dims))] += 1
-            key = (name, rank.threads[i] * elements_per_thread(rank.names[name]))
-            durations[key].append(rank.dur[i])
+            if copy is not None:
+                if copy.dims[-1] != row or "loat8" not in copy.in_type:
+                    continue
+                key = (name, _product(copy.dims), True)
             if key[1] >= _MIN_ROWS * row or (not key[1] and rank.dur[i] >= _MIN_CAST_US):
                 last = (position, key)
-    for (name, elements), _ in by_shape.most_common():
-        if elements >= _MIN_ROWS * row:
-            rows = elements // row
-            return _CastKernel(
-                name, elements, f"aten::copy_ of {rows:,} rows x {row} from 8-bit float"
-            )
-    for (name, threads), count in near.most_common():
-        if layers and count >= _PER_LAYER * layers:
-            size = f"{threads // row:,} rows by its launch size" if threads else "large by its time"
-            return _CastKernel(
-                name, threads or None, f"copy kernel before each layer's attention, {size}"
-            )
+    for (name, elements, shaped), count in near.most_common(1):
+        if count < _PER_LAYER * layers:
+            continue
+        if shaped:
+            signs = f"aten::copy_ of {elements // row:,} rows x {row} from 8-bit float"
+        elif elements:
+            signs = f"{elements // row:,} rows by its launch size"
+        else:
+            signs = "large by its time"
+        return _CastKernel(name, elements or None, f"copy before each layer's attention, {signs}")
     return None
 
 

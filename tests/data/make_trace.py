@@ -71,6 +71,8 @@ class Case:
     detailed: bool = True
     cast_us: float = 830.0
     prefill: bool = False
+    # as the chunked prefix path does: a cast of that many live rows, then a GEMM, then attention
+    prefix_rows: int = 0
     pid_prefix: str = ""
     megabytes: float = 0.0
 
@@ -110,6 +112,9 @@ def events(case: Case) -> Iterator[str]:
             kernels += [(NORM, 2.1, 1), (GEMM, 5.5, 132), (ROPE, 1.8, 4), (WRITE, 1.9, 1)]
             if case.cast:
                 kernels.append((CAST, case.cast_us, -(-case.pool * 576 // 512)))
+            if case.prefix_rows:
+                kernels.append((CAST, 12.0, -(-case.prefix_rows * 576 // 512)))
+                kernels.append((GEMM, 9.0, 132))
             if case.gather:
                 kernels.append((GATHER, 3.9, 264))
             kernels += [(ATTENTION, 13.6, 132), (GEMM, 6.0, 132), (NORM, 2.0, 1), (GEMM, 11.0, 132)]
@@ -132,12 +137,13 @@ def events(case: Case) -> Iterator[str]:
                     cpu_clock += 6.0
                     yield launch("cudaLaunchKernel", cpu_clock, corr_here)
                     if name == CAST:
+                        rows = case.pool if case.cast else case.prefix_rows
                         args = (
                             f'"External id": {ext},"Record function id": 0, "Concrete Inputs": '
                             f'["", "", "False"], "Input type": ["c10::BFloat16", '
                             f'"c10::Float8_e4m3fn", "Scalar"], "Input Strides": [[576, 576, 1], '
-                            f'[576, 576, 1], []], "Input Dims": [[{case.pool}, 1, 576], '
-                            f'[{case.pool}, 1, 576], []], "Ev Idx": {ext}'
+                            f'[576, 576, 1], []], "Input Dims": [[{rows}, 1, 576], '
+                            f'[{rows}, 1, 576], []], "Ev Idx": {ext}'
                         )
                         at = cpu_clock - 2
                         yield _EVENT % ("cpu_op", "aten::copy_", pid, "4242", at, 5, args)

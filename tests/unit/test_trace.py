@@ -101,6 +101,13 @@ def test_a_small_pool_copy_is_no_pool_cast(trace_of):
     assert only_stage(trace_of(replace(small, graph=False))).cast is None
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_cast_of_live_prefix_rows_is_no_pool_cast(trace_of, graph):
+    """The chunked prefix path of stock and of ours casts the prefix, however long, and no more."""
+    case = replace(STOCK, cast=False, prefix_rows=8192, graph=graph)
+    assert only_stage(trace_of(case)).cast is None
+
+
 def test_a_large_copy_once_per_step_is_no_pool_cast(trace_of, monkeypatch):
     """Logits of a large batch are copied by the very same kernel, once, after the last layer."""
     monkeypatch.setattr(make_trace, "COPY_FLOAT", make_trace.CAST)
