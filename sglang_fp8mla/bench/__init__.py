@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -109,6 +110,7 @@ def measure_all(
     }
     with Bar(len(cases)) as bar:
         for case, kind in cases:
+            begin = time.monotonic()
 
             def tick(what: str, name: str = case.name) -> None:
                 bar.describe(f"{name} {what}")
@@ -127,8 +129,9 @@ def measure_all(
             if args.json and args.json != "-":
                 Path(args.json).write_text(json.dumps(data, indent=1), encoding="utf-8")
             if not can_draw():
-                best = ", ".join(f"{r.path} {r.us:.1f}" for r in rows if r.us is not None)
-                sys.stderr.write(f"{case.name}: {best or 'nothing ran'}\n")
+                found = ", ".join(f"{r.path} {r.us:.1f}" for r in rows if r.us is not None)
+                seconds = time.monotonic() - begin
+                sys.stderr.write(f"[{seconds:5.1f} s] {case.name}: {found or 'nothing ran'}\n")
     return data
 
 

@@ -6,6 +6,7 @@ A path that gives a wrong result gets no time; one that cannot run here says why
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class Row:
     tb_per_s: float | None = None
     ratio: float | None = None
     of_roofline: float | None = None
+    seconds: float = 0.0  # that building, checking and timing took
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -127,6 +129,7 @@ def run_path(
 ) -> tuple[Row, torch.Tensor | None]:
     """Check one path (unless `expected` is None) and time it; return its row and its output."""
     row = Row(op.case.name, name, "unavailable")
+    begin = time.monotonic()
     op.out.fill_(torch.nan)
     try:
         path = build(op)
@@ -146,7 +149,7 @@ def run_path(
             _gate(expected, path, stock, row)
         if row.check == "FAILED":
             return row, None
-        output = path.result().clone()
+        output: torch.Tensor | None = path.result().clone()
         times = timer.measure(replay, per=len(op.pools))
         row.us, row.us_p20, row.us_p80 = times.p50, times.p20, times.p80
         if path.step.__name__ != "_nothing":
@@ -158,7 +161,9 @@ def run_path(
     except (Fp8MlaError, ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         lines = str(error).strip().splitlines() or [""]
         row.check, row.detail = "unavailable", f"{type(error).__name__}: {lines[0][:200]}"
-        return row, None
+        output = None
+    finally:
+        row.seconds = round(time.monotonic() - begin, 2)
     return row, output
 
 

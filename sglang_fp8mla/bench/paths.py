@@ -214,8 +214,10 @@ def build_sglang_triton(op: Operands) -> Path:
     from sglang.kernels.ops.attention import decode_attention
 
     bs, heads = op.case.bs, op.case.num_heads
-    # SGLang's own default (triton_attention_num_kv_splits) is 8; more is faster for long contexts
-    splits = 8 if op.case.nnz < 65_536 or bs >= 32 else 32
+    # SGLang's default (triton_attention_num_kv_splits) is 8; a few requests are faster with more:
+    # two programs per multiprocessor of an H200, of 16 heads each, and a page at least
+    wanted = 2 * 132 // (bs * -(-heads // 16))
+    splits = max(8, min(64, 1 << max(0, wanted - 1).bit_length(), op.case.kv_len // PAGE))
     logits = torch.empty(bs, heads, splits, CKV, dtype=torch.float32, device=op.device)
     lse = torch.empty(bs, heads, splits, dtype=torch.float32, device=op.device)
     num_splits = torch.full((bs,), splits, dtype=torch.int32, device=op.device)
