@@ -231,6 +231,7 @@ def _cast_with_kernels(
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         import torch
+        from triton.runtime.errors import InterpreterError
 
         from .kernels.gather_cast import gather_cast, list_live_slots
     except ImportError as error:
@@ -238,8 +239,14 @@ def _cast_with_kernels(
     owner = torch.empty(pool.shape[0], dtype=torch.int32)
     live_slots = torch.empty_like(owner)
     count = torch.zeros(1, dtype=torch.int32)
-    list_live_slots(kv_indices, kv_indptr, len(kv_indptr) - 1, owner, live_slots, count)
-    gather_cast(pool, live_slots, count, workspace)
+    try:
+        list_live_slots(kv_indices, kv_indptr, len(kv_indptr) - 1, owner, live_slots, count)
+        gather_cast(pool, live_slots, count, workspace)
+    # Symptom: TypeError in every loop. Cause: the interpreter turns an array of one element into an
+    # int, which numpy 2.5 refuses (seen with triton 3.6). Enough: no server uses the interpreter.
+    # Remove: when the oldest triton that we support runs with the numpy that pip brings.
+    except InterpreterError as error:
+        return f"Triton's interpreter does not run with this numpy: {error}"
     return ""
 
 

@@ -58,6 +58,30 @@ def test_a_wrong_row_is_seen(monkeypatch):
     assert not report.ok
 
 
+def test_survives_an_interpreter_that_fails(monkeypatch, capsys):
+    """numpy 2.5 breaks Triton's interpreter: the demo says so and goes on with torch."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    from sglang_fp8mla.kernels import gather_cast
+
+    def fail(*args: object) -> None:
+        raise errors.InterpreterError("only 0-dimensional arrays can be converted")
+
+    monkeypatch.setattr(gather_cast, "list_live_slots", fail)
+    assert cli.main(["demo", "--pool", "64", "--prefix", "4", "--own", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "equal to the last bit" in out
+    assert "Kernels: not run (Triton's interpreter does not run with this numpy" in out
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch):
+    """The kernels are part of the verdict: one that casts nothing fails the demo."""
+    gather_cast = pytest.importorskip("sglang_fp8mla.kernels.gather_cast")
+    monkeypatch.setattr(gather_cast, "gather_cast", lambda pool, live, count, out: out)
+    report = demo.run_case(SMALL)
+    assert not report.ok
+    assert report.nonfinite_outputs > 0
+
+
 def test_dead_rows_keep_their_poison():
     """Only live rows of the workspace are written."""
     generator = torch.Generator().manual_seed(1)

@@ -359,6 +359,24 @@ def test_self_test_on_this_machine():
     assert "exact on" in check.found
 
 
+def test_self_test_without_a_working_interpreter(monkeypatch, capsys):
+    """No GPU and a numpy that the interpreter does not know: a warning, not a wrong kernel."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    from sglang_fp8mla.kernels import gather_cast
+
+    def fail(*args: object) -> None:
+        raise errors.InterpreterError("only 0-dimensional arrays can be converted")
+
+    monkeypatch.setattr(gather_cast, "list_live_slots", fail)
+    code = doctor._self_test_main()
+    line = capsys.readouterr().out
+    done = subprocess.CompletedProcess([], code, stdout=line, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    (check,) = doctor.self_test()
+    assert check.level == "warn"
+    assert "interpreter does not run here" in check.found
+
+
 def test_self_test_reports_a_wrong_kernel(monkeypatch, capsys):
     """The self-test can fail: a kernel that casts nothing is found out."""
     gather_cast = pytest.importorskip("sglang_fp8mla.kernels.gather_cast")
