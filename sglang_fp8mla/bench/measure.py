@@ -188,6 +188,8 @@ def run_case(
 ) -> list[Row]:
     """Rows of one case, stock first where it is among `names`: the others are held against it."""
     device = timer.device
+    # once per case: what the last one held in cycles; with SGLang imported a collection takes long
+    gc.collect()
     op = make_operands(case, device, _num_layers(case, device, num_layers))
     tick("reference")
     expected = expect(op) if check else None
@@ -211,7 +213,6 @@ def run_case(
             row.ratio = stock_us / row.us
         rows.append(row)
         del output
-        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
