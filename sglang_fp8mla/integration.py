@@ -167,7 +167,7 @@ def require_name_free() -> None:
     if owner in (None, _factory().__module__):
         return
     raise IncompatibleEnvironment(
-        f"install: attention backend {BACKEND_NAME!r} must be free, got one registered by "
+        f"register: attention backend {BACKEND_NAME!r} must be free, got one registered by "
         f"{_describe_module(owner)}; uninstall one of the two packages, or name the plugin to "
         f"load in SGLANG_PLUGINS"
     )
@@ -320,6 +320,8 @@ def _resolve_as_ours(server_args: Any, previous: Callable[[Any], None]) -> None:
         and (name in asked or getattr(server_args, name) is None)
     }
     if ours:
+        # a plugin that loaded after us may have taken the name, unseen by `install`
+        require_name_free()
         declare_resolution(server_args, _AS_OURS, **ours)
     if BACKEND_NAME in attention_backends_of(config):
         _require_flashinfer()

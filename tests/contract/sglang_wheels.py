@@ -1,4 +1,4 @@
-"""Other releases of SGLang for the contract tests, unpacked beside the installed one.
+"""What the contract tests put on PYTHONPATH: other releases of SGLang, and installed plugins.
 
 A wheel is downloaded once, without its dependencies, into ~/.cache/fp8mla-ci (or the directory in
 FP8MLA_TEST_CACHE). FP8MLA_TEST_SGLANG_0522 names a directory with an unpacked 0.5.22.
@@ -48,3 +48,19 @@ def fetch_sglang(version: str) -> Path:
         with zipfile.ZipFile(wheels[-1]) as wheel:
             wheel.extractall(target)
     return target / "sglang"
+
+
+def make_distribution(site: Path, name: str, version: str, entry_points: str = "") -> None:
+    """Write the metadata of an installed distribution into `site`, a directory of PYTHONPATH."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if entry_points:
+        (info / "entry_points.txt").write_text(entry_points)
+
+
+def install_plugin(site: Path) -> str:
+    """Make this checkout count as installed, entry points included; returns the PYTHONPATH."""
+    root = Path(__file__).parents[2]
+    make_distribution(site, "sglang_fp8mla", "0.1.0", (root / "entry_points.txt").read_text())
+    return os.pathsep.join([str(site), str(root)])

@@ -17,14 +17,19 @@ from typing import Any
 
 import pytest
 from contract.launch_lines import HOPPER, SM120
-from contract.sglang_wheels import SGLANG_0522, IndexUnreachable, fetch_sglang
+from contract.sglang_wheels import (
+    SGLANG_0522,
+    IndexUnreachable,
+    fetch_sglang,
+    install_plugin,
+    make_distribution,
+)
 
 from sglang_fp8mla import BACKEND_NAME
 from sglang_fp8mla.integration import FIELDS
 
 pytestmark = pytest.mark.sglang
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 
 _COMMON = {
@@ -248,12 +253,7 @@ LINES: dict[str, Line] = {
 @pytest.fixture(scope="session")
 def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A PYTHONPATH on which the package counts as installed, its entry points with it."""
-    site = tmp_path_factory.mktemp("site")
-    info = site / "sglang_fp8mla-0.1.0.dist-info"
-    info.mkdir()
-    (info / "entry_points.txt").write_text((ROOT / "entry_points.txt").read_text())
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-fp8mla\nVersion: 0.1.0\n")
-    return os.pathsep.join([str(site), str(ROOT)])
+    return install_plugin(tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(scope="session")
@@ -414,15 +414,6 @@ def test_plugin_left_out_is_an_invalid_choice(plugin_path: str, model_path: dict
     (result,) = resolve_lines([argv], plugin_path, env={"SGLANG_PLUGINS": "other"})
     assert result["exit"] == 2
     assert f"invalid choice: '{BACKEND_NAME}'" in result["log"]
-
-
-def make_distribution(site: Path, name: str, version: str, entry_points: str = "") -> None:
-    """Distribution metadata in a directory that goes first on PYTHONPATH."""
-    info = site / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    if entry_points:
-        (info / "entry_points.txt").write_text(entry_points)
 
 
 OLD_FLASHINFER = {
