@@ -184,8 +184,11 @@ def plot(data: Mapping[str, Any], out: Path) -> None:
             else:
                 colour = COLOURS.get(name, "#000000")
                 panel.plot(xs, ys, "o-", color=colour, label=name, markersize=3.5, linewidth=1.5)
+        # a floor far below every time would squeeze them all into the upper edge
+        fastest = min(y for name, points in series.items() if name != "floor" for _, y in points)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_ylim(bottom=max(fastest / 12, panel.get_ylim()[0]))
         kind = re.split(r"\W", title)[0]
         labels = {"length": "tokens per request", "batch": "requests", "pool": "pool slots"}
         panel.set_xlabel(labels[kind])
