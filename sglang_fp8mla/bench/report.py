@@ -173,7 +173,7 @@ def plot(data: Mapping[str, Any], out: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        1, len(sweeps), figsize=(6.2 * len(sweeps), 5.2), squeeze=False, constrained_layout=True
+        1, len(sweeps), figsize=(6.2 * len(sweeps), 5.4), squeeze=False, constrained_layout=True
     )
     figure.suptitle(_wrapped(machine_line(data["machine"]), 62 * len(sweeps)), fontsize=7)
     for panel, (title, series) in zip(axes[0], sweeps.items()):
@@ -195,7 +195,9 @@ def plot(data: Mapping[str, Any], out: Path) -> None:
         panel.set_ylabel("microseconds per layer")
         panel.set_title(title, fontsize=10)
         panel.grid(True, which="major", alpha=0.3)
-        panel.legend(fontsize=8)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    columns = min(len(labels), 4 * len(sweeps))
+    figure.legend(handles, labels, loc="outside lower center", ncol=columns, fontsize=8)
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
 
