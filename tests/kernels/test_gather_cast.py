@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from sglang_fp8mla.errors import InvalidArgument  # noqa: E402
+from sglang_fp8mla.errors import IncompatibleEnvironment, InvalidArgument  # noqa: E402
 from sglang_fp8mla.kernels.gather_cast import gather_cast, list_live_slots  # noqa: E402
-from sglang_fp8mla.workspace import LiveSlots, Workspace  # noqa: E402
+from sglang_fp8mla.workspace import LiveSlots, Workspace, require_memory  # noqa: E402
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN_CODES = {E4M3: (0x7F, 0xFF), E5M2: (*range(0x7D, 0x80), *range(0xFD, 0x100))}
@@ -248,3 +248,28 @@ def test_compiles_for_every_generation(arch):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("_gather_cast_kernel") == 4
+
+
+def test_a_workspace_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
+    """cases.md 2: bytes wanted, bytes free, the flags that help; before anything is allocated."""
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * gib, 140 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: gib)
+    device = torch.device("cuda", 0)
+    require_memory(11 * gib, device)
+    with pytest.raises(IncompatibleEnvironment) as caught:
+        Workspace.get(16_500_000, 576, torch.bfloat16, device)
+    assert str(caught.value) == (
+        "workspace: the gather_cast rows must have 17.70 GiB, got 11.00 GiB free on cuda:0; lower "
+        "--max-total-tokens or --mem-fraction-static (stock `flashinfer` needs the same amount in "
+        "every step)"
+    )
+
+
+def test_a_step_of_an_empty_batch_lists_nothing(device):
+    """bs 0: the first entry of kv_indptr is the count, and it is 0."""
+    slots = LiveSlots(16, device)
+    one = torch.tensor([3], dtype=torch.int32, device=device)
+    slots.update(one, torch.zeros(1, dtype=torch.int32, device=device), 0)
+    assert slots.count.item() == 0
