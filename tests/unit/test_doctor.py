@@ -383,3 +383,51 @@ def test_self_test_reports_a_wrong_kernel(monkeypatch, capsys):
     monkeypatch.setattr(gather_cast, "gather_cast", lambda pool, live, count, out: out)
     assert doctor._self_test_main() == 1
     assert "wrong values" in capsys.readouterr().out
+
+
+_REGISTRATION = """
+import json, sys
+{before}
+from sglang_fp8mla import doctor
+with doctor._quiet(True):
+    rows = doctor.check_registration()
+print(json.dumps([row.to_json() for row in rows]))
+"""
+_OURS = "from sglang_fp8mla.plugin import register; register()"
+_RIVAL = """
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+def rival(runner): pass
+rival.__module__ = 'rival_package.backend'
+ATTENTION_BACKENDS['flashinfer_mla_fp8'] = rival
+"""
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("before", "level", "found"),
+    [
+        (_OURS, "ok", "flashinfer_mla_fp8 is ours (sglang_fp8mla.plugin)"),
+        ("", "fail", "SGLang did not load the plugin"),
+        (_RIVAL, "fail", "flashinfer_mla_fp8 belongs to rival_package.backend"),
+    ],
+    ids=["ours", "not-loaded", "rival"],
+)
+def test_registration_in_real_sglang(before, level, found):
+    """Who holds the name in SGLang's own registry, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _REGISTRATION.format(before=before)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        # keeps the installed entry point, if any, out of the way: `before` decides
+        env={**os.environ, "SGLANG_PLUGINS": "none-of-them"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert (rows[0]["name"], rows[0]["level"]) == ("name registered", level)
+    assert rows[0]["found"].startswith(found)
+    if level == "ok":
+        assert rows[1:] == [
+            {"name": "sglang seams", "level": "ok", "found": "all installed", "fix": ""}
+        ]
