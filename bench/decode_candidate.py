@@ -29,16 +29,15 @@ VARIANTS: dict[str, tuple[CudaConfig | None, str | None, bool, str]] = {
     "shipped": (None, None, True, "cuda"),
     "no-overlap": (None, None, False, "cuda"),
     "h8-2x2": (CudaConfig(8, 1, 2, True, 2), None, True, "cuda"),
-    "h8-async": (CudaConfig(8, 1, 2, False, 2), None, True, "cuda"),
     "h16-2x2": (CudaConfig(16, 1, 2, True, 2), None, True, "cuda"),
-    "h16-async": (CudaConfig(16, 1, 2, False, 2), None, True, "cuda"),
+    "h16-1x5": (CudaConfig(16, 1, 5, True, 1), None, True, "cuda"),
     "h16-2grp-5st": (CudaConfig(16, 2, 5, True, 1), None, True, "cuda"),
-    "h16-2grp-2x2": (CudaConfig(16, 2, 2, True, 2), None, True, "cuda"),
+    "h16-inline": (CudaConfig(16, 1, 2, False, 2), None, True, "cuda"),
     "h16-mma": (CudaConfig(16, 1, 2, True, 2), "sm_90", True, "cuda"),
+    "h16-mma-inline": (CudaConfig(16, 1, 2, False, 2), "sm_90", True, "cuda"),
     "h32-2grp-4st": (CudaConfig(32, 2, 4, True, 1), None, True, "cuda"),
     "h64-2grp-3st": (CudaConfig(64, 2, 3, True, 1), None, True, "cuda"),
     "h64-4grp-3st": (CudaConfig(64, 4, 3, True, 1), None, True, "cuda"),
-    "h64-4grp-async": (CudaConfig(64, 4, 3, False, 1), None, True, "cuda"),
     "triton": (None, None, True, "triton"),
 }
 
@@ -95,12 +94,24 @@ def replay_us(fn: Any, repeats: int = 15, warm: int = 3) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def measure(shape: tuple[int, int, int], names: list[str], pools: list[torch.Tensor]) -> dict:
+def measure(
+    shape: tuple[int, int, int],
+    names: list[str],
+    pools: list[torch.Tensor],
+    *,
+    scattered: bool = False,
+) -> dict[str, Any]:
     """One row: microseconds and error of each variant."""
     heads, bs, length = shape
     device = pools[0].device
     n = bs * length
-    indices = (torch.randperm(POOL - 1, device=device)[:n] + 1).to(torch.int32)
+    if scattered:
+        indices = (torch.randperm(POOL - 1, device=device)[:n] + 1).to(torch.int32)
+    else:  # as kernel_ab.py: shuffled pages of 64 slots, each request's first page its own
+        pages = -(-length // 64)
+        page = torch.randperm(POOL // 64 - 1, device=device)[: bs * pages] + 1
+        slots = page.view(bs, pages, 1) * 64 + torch.arange(64, device=device)
+        indices = slots.view(bs, -1)[:, :length].reshape(-1).to(torch.int32)
     indptr = torch.arange(bs + 1, dtype=torch.int32, device=device) * length
     q = torch.randn(bs, heads, 576, device=device, dtype=torch.bfloat16) * 0.3
     q_nope, q_pe = q[..., :512], q[..., 512:]
@@ -153,6 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--json")
+    parser.add_argument("--scattered", action="store_true", help="slots at random, not pages of 64")
     args = parser.parse_args(argv)
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
     names = args.variants.split(",")
@@ -162,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         for _ in range(LAYERS)
     ]
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    rows = [measure(shape, names, pools) for shape in shapes]
+    rows = [measure(shape, names, pools, scattered=args.scattered) for shape in shapes]
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")
     width = max(map(len, names))

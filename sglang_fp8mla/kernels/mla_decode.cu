@@ -38,8 +38,17 @@ static constexpr int V_DIM = 512;
 static constexpr int K_DIM = V_DIM + KPE;
 static constexpr int TILE = 64;              // tokens of a tile: the M of one warp group's wgmma
 static constexpr int PITCH = K_DIM + 16;     // 37 or 33 times 16 bytes: odd, so ldmatrix has no bank conflict
-static constexpr int WARPS = 4 * GROUPS;
-static constexpr int THREADS = 32 * WARPS;
+static constexpr int WARPS = 4 * GROUPS;     // that compute
+// With two or more groups a whole group of warps fetches and hands its registers over. With one, two warps do:
+// a quarter of a multiprocessor then has three warps of two blocks, and no fewer registers than with one.
+#define REBALANCE (WGMMA && BULK && GROUPS > 1)
+static constexpr int FETCH_WARPS = REBALANCE ? 4 : BULK ? 2 : 0;
+static constexpr int THREADS = 32 * (WARPS + FETCH_WARPS);
+// a block owns what it was launched with and no more: asking for one register above it waits for ever
+static constexpr int LAUNCH_REGISTERS = 65536 / MIN_BLOCKS / THREADS / 8 * 8;
+static constexpr int FETCH_REGISTERS = 40;
+static constexpr int COMPUTE_REGISTERS = ((GROUPS + 1) * LAUNCH_REGISTERS - FETCH_REGISTERS) / GROUPS / 8 * 8;
+static_assert(!REBALANCE || (GROUPS * COMPUTE_REGISTERS + FETCH_REGISTERS <= (GROUPS + 1) * LAUNCH_REGISTERS), "registers");
 static constexpr int HEADS_S = HEADS / GROUPS;  // heads whose logits one group computes
 static constexpr int COLS = V_DIM / GROUPS;     // latent columns whose output one group accumulates
 static constexpr int NS = HEADS_S / 8;
@@ -49,11 +58,10 @@ static constexpr int STAGE_BYTES = TILE * PITCH;
 static constexpr int Q_BYTES = HEADS * K_DIM * 2;
 static constexpr int P_BYTES = HEADS * TILE * 2;
 static constexpr float LOG2_SHIFT = 7.0f;  // p in (0, 2^15], largest at least 2^7: fp16 keeps small ones normal
+static constexpr float LOWEST = -3.0e38f;  // m before the first logit; finite, so that no -inf meets another
 
-struct Plan {
-  const int* header;   // [8]: units, units per worker, batch size
-  const int4* worker;  // [workers]: request, tile, first index, length of the first segment
-};
+// The plan, int32: [8] units, units per worker, batch size, lengths of the merge lists; [workers][4] first
+// segment (request, tile, first index, length); [max_bs + 1] prefix sums of units; [3][max_bs] merge lists.
 
 #ifndef MLA_DECODE_EMULATED  // the instructions; tests/kernels gives them in C++ and runs this file on a CPU
 __device__ __forceinline__ u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -97,6 +105,18 @@ __device__ __forceinline__ u32 pack_bf16(float lo, float hi) {
   u32 r;
   asm("{.reg .b16 l, h; cvt.rn.bf16.f32 l, %1; cvt.rn.bf16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(r) : "f"(lo), "f"(hi));
   return r;
+}
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+#if WGMMA
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+#if WGMMA
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -180,26 +200,55 @@ struct Mma {
 };
 #endif
 
-__device__ __forceinline__ void operand_fence() {  // generic writes before the matrix unit reads them
+// Generic writes before the matrix unit or the copy engine touches the place. It also waits for the thread's
+// own loads, which is why another warp fetches the tiles.
+__device__ __forceinline__ void proxy_fence() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
 #if BULK
-__device__ __forceinline__ void barrier_init(u32 bar) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void barrier_init(u32 bar, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::"r"(bar),
-      "r"(parity) : "memory");
+  u32 done;
+#ifdef WATCHDOG
+  int spins = 0;
+#endif
+  do {
+#ifdef WATCHDOG
+    if (++spins > WATCHDOG) __trap();
+#endif
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  } while (!done);
 }
 __device__ __forceinline__ void copy_row(u32 dst, const void* src, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
                "n"(K_DIM), "r"(bar) : "memory");
 }
+__device__ __forceinline__ void copy_arrive(u32 bar) {  // when this thread's copy16 have landed
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+// a barrier of the computing warps alone
+__device__ __forceinline__ void compute_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
+__device__ __forceinline__ int compute_sync_or(int v) {
+  int r;
+  asm volatile("{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, 1, %2, p; selp.s32 %0, 1, 0, q;}"
+               : "=r"(r) : "r"(v), "n"(32 * WARPS) : "memory");
+  return r;
+}
+#else
+__device__ __forceinline__ void compute_sync() { __syncthreads(); }
+__device__ __forceinline__ int compute_sync_or(int v) { return __syncthreads_or(v); }
 #endif
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #endif  // MLA_DECODE_EMULATED
@@ -298,7 +347,7 @@ struct Params {
   float* part_out;  // [slots, head blocks, HEADS, V_DIM]
   float* part_lse;  // [slots, head blocks, HEADS]
   float scale_log2;
-  int heads, head_blocks, workers, fixed, max_splits;
+  int heads, head_blocks, workers, fixed, max_splits, max_bs, tokens;
 };
 
 __device__ __forceinline__ float q_to_float(u16 bits) {
@@ -355,36 +404,57 @@ __device__ __forceinline__ void load_q(const Params& p, int request, int head0, 
   }
 }
 
-// Rows of a warp in a tile; a lane keeps the slot of row (lane % ROWS), -1 past the request's end.
-static constexpr int ROWS = TILE / WARPS;
-
-__device__ __forceinline__ int fetch_slot(const Cursor& c, const int* kv_indices) {
-  const int t = c.tile * TILE + (threadIdx.x >> 5) * ROWS + (threadIdx.x & (ROWS - 1));
+__device__ __forceinline__ const u8* row_of(const Params& p, int slot) {
+  return p.pool + (u64)(u32)max(slot, 0) * p.pool_row;  // 64 bits: slot * 576 passes 2^31 at 3.7 M slots
+}
+// slot of row `row` of the cursor's tile, -1 past the request's end
+__device__ __forceinline__ int fetch_slot(const Cursor& c, const int* kv_indices, int row) {
+  const int t = c.tile * TILE + row;
   return c.alive() && t < c.len ? kv_indices[c.kv0 + t] : -1;
 }
 
-__device__ __forceinline__ void issue_tile(const Params& p, u8* stage, u32 bar, int slot, int valid) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  u8* rows = stage + warp * ROWS * PITCH;
 #if BULK
-  if (threadIdx.x == 0) barrier_expect(bar, valid * K_DIM);
-  if (lane < ROWS && slot >= 0) copy_row(smem_addr(rows + lane * PITCH), p.pool + (u64)(u32)slot * p.pool_row, bar);
-  if (valid < TILE) {  // rows past the end must be zero: 0 times a stale NaN is NaN
-    for (int i = valid * (PITCH / 16) + threadIdx.x; i < TILE * (PITCH / 16); i += THREADS)
-      *(int4*)(stage + i * 16) = make_int4(0, 0, 0, 0);
-    operand_fence();
+// A fetching warp: its rows of tile after tile of the block's run, as soon as a stage is free.
+__device__ __forceinline__ void produce(const Params& p, Cursor c, int worker, u8* s_kv, u32 full, u32 empty) {
+  constexpr int ROWS = TILE / FETCH_WARPS;  // one per lane: the copy engine takes them from a warp one by one
+  const int lane = threadIdx.x & 31, row0 = ((int)(threadIdx.x >> 5) - WARPS) * ROWS;
+  int stage = 0;
+  u32 parity = 1;  // a fresh barrier counts as free
+  int slot = lane < ROWS ? fetch_slot(c, p.kv_indices, row0 + lane) : -1;
+  while (c.alive()) {
+    const int valid = max(0, min(ROWS, c.len - c.tile * TILE - row0)), now = slot;
+    if (++c.tile == c.tile_end) c.next(p.kv_indptr, worker, p.fixed, p.max_splits);
+    if (lane < ROWS) slot = fetch_slot(c, p.kv_indices, row0 + lane);
+    u8* rows = s_kv + stage * STAGE_BYTES + row0 * PITCH;
+    barrier_wait(empty + 8 * stage, parity);
+    if (valid < ROWS) {  // rows past the end must be zero: 0 times a stale NaN is NaN
+      for (int i = valid * (PITCH / 16) + lane; i < ROWS * (PITCH / 16); i += 32)
+        *(int4*)(rows + i * 16) = make_int4(0, 0, 0, 0);
+      proxy_fence();
+    }
+    __syncwarp();
+    if (lane == 0) barrier_expect(full + 8 * stage, valid * K_DIM);
+    __syncwarp();
+    if (now >= 0) copy_row(smem_addr(rows + lane * PITCH), row_of(p, now), full + 8 * stage);
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
+}
 #else
-  const u32 dst = smem_addr(rows) + lane * 16;
-  const u8* src = p.pool + lane * 16;
-  if (valid == TILE) {
+static constexpr int ROWS = TILE / WARPS;  // rows of a tile that a warp fetches; a lane keeps the slot of row lane % ROWS
+static_assert(ROWS >= 8, "kpe is copied eight rows at a time");
+
+__device__ __forceinline__ void issue_tile(const Params& p, u8* stage, int slot, bool whole) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const u32 dst = smem_addr(stage + warp * ROWS * PITCH);
+  if (whole) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) copy16(dst + r * PITCH, src + (u64)(u32)__shfl_sync(~0u, slot, r) * p.pool_row, 16);
+    for (int r = 0; r < ROWS; ++r)
+      copy16(dst + r * PITCH + lane * 16, p.pool + (u64)(u32)__shfl_sync(~0u, slot, r) * p.pool_row + lane * 16, 16);
   } else {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    for (int r = 0; r < ROWS; ++r) {  // zero bytes copied fill with zeros
       const int s = __shfl_sync(~0u, slot, r);
-      copy16(dst + r * PITCH, src + (u64)(u32)max(s, 0) * p.pool_row, s < 0 ? 0 : 16);
+      copy16(dst + r * PITCH + lane * 16, row_of(p, s) + lane * 16, s < 0 ? 0 : 16);
     }
   }
 #if KPE
@@ -392,65 +462,52 @@ __device__ __forceinline__ void issue_tile(const Params& p, u8* stage, u32 bar, 
   for (int i = 0; i < ROWS / 8; ++i) {  // the four 16-byte pieces of kpe, eight rows at a time
     const int r = i * 8 + (lane >> 2), c = V_DIM + (lane & 3) * 16;
     const int s = __shfl_sync(~0u, slot, r);
-    copy16(smem_addr(rows) + r * PITCH + c, p.pool + (u64)(u32)max(s, 0) * p.pool_row + c, s < 0 ? 0 : 16);
+    copy16(dst + r * PITCH + c, row_of(p, s) + c, s < 0 ? 0 : 16);
   }
 #endif
-#endif
 }
+#endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(const Params p) {
-  DYNAMIC_SHARED(smem);
+// The computing warps: S^T, softmax, O^T of every tile of the block's run, and the result of every segment.
+__device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker, int hb, u8* smem, u32 full, u32 empty) {
   u8* s_kv = smem;
   u8* s_q = s_kv + STAGES * STAGE_BYTES;
-  u8* s_p = s_q + Q_BYTES;
-  float* s_red = (float*)(s_p + P_BYTES);   // [4 warps of a group][HEADS]
+  u8* s_p = s_q + Q_BYTES;                  // two: one barrier a tile lets a warp write while another reads
+  float* s_red = (float*)(s_p + 2 * P_BYTES);  // [4 warps of a group][HEADS]
   float* s_scale = s_red + 4 * HEADS;       // [HEADS] logit scale
   float* s_alpha = s_scale + HEADS;         // [HEADS] rescale of the running output
-  u64* s_bar = (u64*)(s_alpha + HEADS);     // [STAGES]
-
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   // the shuffle tells the compiler that the group is the same for a warp: its operands stay uniform
   const int group = GROUPS == 1 ? 0 : __shfl_sync(~0u, warp >> 2, 0);
   const int wq = warp & 3, g = lane >> 2, t = lane & 3;
-  const int worker = blockIdx.x / p.head_blocks, hb = blockIdx.x % p.head_blocks;
   const int head0 = hb * HEADS;
-  const int* header = p.plan;
-  const int4* workers = (const int4*)(p.plan + 8);
-
-  Cursor cur;
-  cur.start(header, workers, worker, p.fixed, p.max_splits);
-  if (!cur.alive()) return;
+#if !BULK
   Cursor ahead = cur;  // the tile to fetch next
-
-#if BULK
-  if (tid == 0)
-    for (int s = 0; s < STAGES; ++s) barrier_init(smem_addr(s_bar + s));
-  operand_fence();
-  __syncthreads();
-#endif
-  int slot = fetch_slot(ahead, p.kv_indices);
+  const int my_row = warp * ROWS + (lane & (ROWS - 1));
+  int slot = fetch_slot(ahead, p.kv_indices, my_row);
   auto fetch = [&](int stage) {
     if (ahead.alive()) {
-      issue_tile(p, s_kv + stage * STAGE_BYTES, smem_addr(s_bar + stage), slot, min(TILE, ahead.len - ahead.tile * TILE));
+      issue_tile(p, s_kv + stage * STAGE_BYTES, slot, ahead.len - ahead.tile * TILE >= TILE);
       if (++ahead.tile == ahead.tile_end) ahead.next(p.kv_indptr, worker, p.fixed, p.max_splits);
-      slot = fetch_slot(ahead, p.kv_indices);
+      slot = fetch_slot(ahead, p.kv_indices, my_row);
     }
-#if !BULK
     copy_commit();
-#endif
   };
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) fetch(s);
+#endif
 
   int stage = 0;
   u32 parity = 0;
+  int half = 0;  // of s_p
   const u64 q_operand = operand(smem_addr(s_q) + group * NS * 128);
   const u64 p_operand = operand(smem_addr(s_p));
 
   while (cur.alive()) {
     // every warp is past its last read of s_q: the products that read it ended before a barrier
     load_q(p, cur.request, head0, s_q, s_scale);
-    operand_fence();
+    proxy_fence();
+    compute_sync();
 
     float o[BLOCKS_O][NO][4];
 #pragma unroll
@@ -459,27 +516,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
       for (int n = 0; n < NO; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) o[b][n][i] = 0.0f;
-    float m[NS][2], l[NS][2], scale[NS][2];
+    float m[NS][2], l[NS][2];
 #pragma unroll
-    for (int n = 0; n < NS; ++n) m[n][0] = m[n][1] = -INFINITY, l[n][0] = l[n][1] = 0.0f;
+    for (int n = 0; n < NS; ++n) m[n][0] = m[n][1] = LOWEST, l[n][0] = l[n][1] = 0.0f;
 
-    bool first = true;
     for (int tile = cur.tile; tile < cur.tile_end; ++tile) {
 #if BULK
-      barrier_wait(smem_addr(s_bar + stage), parity);
+      barrier_wait(full + 8 * stage, parity);
 #else
       copy_wait<STAGES - 2>();
-#endif
-      __syncthreads();  // the tile and q are there; the stage before this one is free
+      __syncthreads();  // the tile is there for all; the stage before this one is free
       fetch(stage == 0 ? STAGES - 1 : stage - 1);
+#endif
       const u32 kv = smem_addr(s_kv + stage * STAGE_BYTES);
-      if (first) {
-#pragma unroll
-        for (int n = 0; n < NS; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) scale[n][i] = s_scale[group * HEADS_S + n * 8 + 2 * t + i];
-        first = false;
-      }
 
       // S^T: 16 tokens of this warp
       float s[NS][4];
@@ -515,52 +564,69 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
         mma_wait<0>();
       }
 
-      const int tok = tile * TILE + wq * 16 + g;
-      const bool in0 = tok < cur.len, in1 = tok + 8 < cur.len;
-#pragma unroll
-      for (int n = 0; n < NS; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float top = fmaxf(in0 ? s[n][i] * scale[n][i] : -INFINITY, in1 ? s[n][2 + i] * scale[n][i] : -INFINITY);
-#pragma unroll
-          for (int d = 4; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-          if (g == 0) s_red[wq * HEADS + group * HEADS_S + n * 8 + 2 * t + i] = top;
-        }
       // the first columns of V do not depend on p: fetch them over the wait
       const u32 vrow = kv + lane * PITCH + group * COLS + wq * 16;
       u32 raw[2][4];
       ldsm_t(raw[0], vrow);
       ldsm_t(raw[1], vrow + 32 * PITCH);
-      __syncthreads();
 
-      int grew = 0;
+      const int tok = tile * TILE + wq * 16 + g;
+      const bool in0 = tok < cur.len, in1 = tok + 8 < cur.len;
+      float sum[NS][2];
+      // p = exp2(logit - m) to shared memory; whether some p would leave fp16
+      auto weigh = [&]() {
+        int over = 0;
 #pragma unroll
-      for (int n = 0; n < NS; ++n) {
-        float prob[4];
+        for (int n = 0; n < NS; ++n) {
+          float x[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int h = group * HEADS_S + n * 8 + 2 * t + i;
-          float top = fmaxf(fmaxf(s_red[h], s_red[HEADS + h]), fmaxf(s_red[2 * HEADS + h], s_red[3 * HEADS + h]));
-          // the reference moves only when p would leave fp16: a rescale is rare, and p the same function
-          float alpha = 1.0f;
-          if (top > m[n][i] + (LOG2_SHIFT + 8.0f)) {
-            float fresh = top - LOG2_SHIFT;
-            alpha = exp2_fast(m[n][i] - fresh);
-            m[n][i] = fresh;
-            grew = 1;
+          for (int i = 0; i < 2; ++i) {
+            const float scale = s_scale[group * HEADS_S + n * 8 + 2 * t + i];
+            x[i] = in0 ? fmaf(s[n][i], scale, -m[n][i]) : -INFINITY;
+            x[2 + i] = in1 ? fmaf(s[n][2 + i], scale, -m[n][i]) : -INFINITY;
+            over |= fmaxf(x[i], x[2 + i]) > LOG2_SHIFT + 8.0f;
+            x[i] = exp2_fast(x[i]), x[2 + i] = exp2_fast(x[2 + i]);
+            sum[n][i] = x[i] + x[2 + i];
           }
-          if (wq == 0 && g == 0) s_alpha[h] = alpha;
-          const float ref = m[n][i] == -INFINITY ? 0.0f : m[n][i];
-          prob[i] = in0 ? exp2_fast(fmaf(s[n][i], scale[n][i], -ref)) : 0.0f;
-          prob[2 + i] = in1 ? exp2_fast(fmaf(s[n][2 + i], scale[n][i], -ref)) : 0.0f;
-          l[n][i] = l[n][i] * alpha + (prob[i] + prob[2 + i]);
+          u8* dst = s_p + half * P_BYTES + (2 * wq * NO + group * NS + n) * 128 + g * 16 + t * 4;
+          *(u32*)dst = pack_f16(x[0], x[1]);
+          *(u32*)(dst + NO * 128) = pack_f16(x[2], x[3]);
         }
-        u8* dst = s_p + (2 * wq * NO + group * NS + n) * 128 + g * 16 + t * 4;
-        *(u32*)dst = pack_f16(prob[0], prob[1]);
-        *(u32*)(dst + NO * 128) = pack_f16(prob[2], prob[3]);
-      }
-      operand_fence();
-      if (__syncthreads_or(grew)) {
+        proxy_fence();
+        return over;
+      };
+      // m is a reference, not the maximum: it moves only when p would leave fp16, which a segment's first
+      // tile and few others cause; all warps then agree on it through shared memory
+      bool move = tile == cur.tile;
+      if (!move) move = compute_sync_or(weigh());
+      if (move) {
+#pragma unroll
+        for (int n = 0; n < NS; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int h = group * HEADS_S + n * 8 + 2 * t + i;
+            float top = fmaxf(in0 ? s[n][i] * s_scale[h] : -INFINITY, in1 ? s[n][2 + i] * s_scale[h] : -INFINITY);
+#pragma unroll
+            for (int d = 4; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            if (g == 0) s_red[wq * HEADS + h] = top;
+          }
+        compute_sync();
+#pragma unroll
+        for (int n = 0; n < NS; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int h = group * HEADS_S + n * 8 + 2 * t + i;
+            const float top = fmaxf(fmaxf(s_red[h], s_red[HEADS + h]), fmaxf(s_red[2 * HEADS + h], s_red[3 * HEADS + h]));
+            float alpha = 1.0f;
+            if (top > m[n][i] + (LOG2_SHIFT + 8.0f)) {
+              alpha = exp2_fast(m[n][i] - (top - LOG2_SHIFT));
+              m[n][i] = top - LOG2_SHIFT;
+            }
+            l[n][i] *= alpha;
+            if (wq == 0 && g == 0) s_alpha[h] = alpha;
+          }
+        weigh();
+        compute_sync();
 #pragma unroll
         for (int n = 0; n < NO; ++n) {
           const float2 alpha = *(const float2*)(s_alpha + n * 8 + 2 * t);
@@ -571,10 +637,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
           }
         }
       }
+#pragma unroll
+      for (int n = 0; n < NS; ++n) l[n][0] += sum[n][0], l[n][1] += sum[n][1];
 
       // O^T: 16 columns of this warp in every block of 64; rows g and g + 8 are columns 2 g and 2 g + 1
       {
         u32 a[2][4][4];
+        const u64 p_half = advance(p_operand, __shfl_sync(~0u, half, 0) * P_BYTES);
 #pragma unroll
         for (int b = 0; b < BLOCKS_O; ++b) {
 #pragma unroll
@@ -589,15 +658,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
             ldsm_t(raw[0], vrow + (b + 1) * 64);
             ldsm_t(raw[1], vrow + (b + 1) * 64 + 32 * PITCH);
           }
+#if BULK
+          if (b + 1 == BLOCKS_O) {  // the last bytes are in registers
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * stage);
+          }
+#endif
           mma_fence();
 #pragma unroll
-          for (int i = 0; i < 4; ++i) Mma<NO, 1>::run(o[b], a[b & 1][i], advance(p_operand, i * (HEADS * 32)), 1);
+          for (int i = 0; i < 4; ++i) Mma<NO, 1>::run(o[b], a[b & 1][i], advance(p_half, i * (HEADS * 32)), 1);
           mma_commit();
           mma_wait<1>();
         }
         mma_wait<0>();
       }
       if (++stage == STAGES) stage = 0, parity ^= 1;
+      half ^= 1;
     }
 
     // sums of the 4 warps' tokens, then one value per head
@@ -609,7 +685,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
         for (int d = 4; d < 32; d <<= 1) l[n][i] += __shfl_xor_sync(~0u, l[n][i], d);
         if (g == 0) s_red[wq * HEADS + group * HEADS_S + n * 8 + 2 * t + i] = l[n][i];
       }
-    __syncthreads();
+    compute_sync();
 #pragma unroll
     for (int n = 0; n < NS; ++n)
 #pragma unroll
@@ -617,7 +693,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
         const int h = group * HEADS_S + n * 8 + 2 * t + i;
         if (wq == 0 && g == 0 && head0 + h < p.heads) {
           float sum = (s_red[h] + s_red[HEADS + h]) + (s_red[2 * HEADS + h] + s_red[3 * HEADS + h]);
-          float lse = m[n][i] + log2f(sum);
+          float lse = sum == 0.0f ? -INFINITY : m[n][i] + log2f(sum);
           if (cur.slot >= 0)
             p.part_lse[((i64)cur.slot * p.head_blocks + hb) * HEADS + h] = lse;
           else if (p.lse)
@@ -648,99 +724,156 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
     cur.tile = cur.tile_end;
     cur.next(p.kv_indptr, worker, p.fixed, p.max_splits);
   }
-  launch_dependents();
 }
 
-// Merge the partial results of one (request, head); write zeros for an empty request. One block each.
-static constexpr int MERGE_LANES = V_DIM / 8;   // threads over the columns, 8 columns each
-static constexpr int MERGE_WAYS = 8;            // partial results read at the same time
-static constexpr int MERGE_THREADS = MERGE_LANES * MERGE_WAYS;
-static constexpr int MAX_PARTS = 1024;
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(const Params p) {
+  DYNAMIC_SHARED(smem);
+  const int warp = threadIdx.x >> 5;
+  const int worker = blockIdx.x / p.head_blocks, hb = blockIdx.x % p.head_blocks;
+  // [2][STAGES] a tile is there; its stage is free
+  const u32 full = smem_addr(smem) + STAGES * STAGE_BYTES + Q_BYTES + 2 * P_BYTES + 6 * 4 * HEADS, empty = full + 8 * STAGES;
+#if BULK
+  if (threadIdx.x == 0)
+    for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, FETCH_WARPS), barrier_init(empty + 8 * s, WARPS);
+  proxy_fence();
+  __syncthreads();
+#endif
+  wait_primary();
+  launch_dependents();  // the merge may take its place now; it waits for this grid before it reads
 
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_decode_merge(const Params p) {
-  __shared__ float s_w[MAX_PARTS];
-  __shared__ float s_x[MERGE_WAYS][V_DIM];
-  __shared__ float s_t[MERGE_THREADS / 32];
-  const int r = blockIdx.y, h = blockIdx.x, tid = threadIdx.x;
-  const int col = (tid % MERGE_LANES) * 8, way = tid / MERGE_LANES;
+  Cursor cur;
+  cur.start(p.plan, (const int4*)(p.plan + 8), worker, p.fixed, p.max_splits);
+  if (!cur.alive()) return;
+#if BULK
+  if (warp >= WARPS) {
+    if (REBALANCE) give_registers<FETCH_REGISTERS>();
+    produce(p, cur, worker, smem, full, empty);
+  } else {
+    if (REBALANCE) take_registers<COMPUTE_REGISTERS>();
+    compute(p, cur, worker, hb, smem, full, empty);
+  }
+#else
+  compute(p, cur, worker, hb, smem, full, empty);
+#endif
+}
+
+// Parts of a request, from the plan: workers that hold its tiles, or its splits in the fixed mode.
+__device__ __forceinline__ int count_parts(int u0, int u1, int per, int fixed) {
+  if (u1 == u0) return 0;
+  return fixed ? u1 - u0 : (u1 - 1) / per - u0 / per + 1;
+}
+
+static constexpr int MERGE_WARPS = 16;
+static constexpr int MERGE_COLS = 128;                // columns of a warp, 4 per lane
+static constexpr int CHUNKS = V_DIM / MERGE_COLS;
+static constexpr int CLASSES = 3;                     // 1, 4 and 16 warps share the parts of one chunk
+__device__ __forceinline__ int merge_class(int parts) { return parts <= 4 ? 0 : parts <= 32 ? 1 : 2; }
+
+// Merge the parts of the requests that the plan lists, and write zeros for empty requests and padded rows.
+// A warp owns 128 columns of one (request, head), and of its parts every 1st, 4th or 16th.
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS, 2) mla_decode_merge(const Params p) {
+  __shared__ __align__(16) float s_x[MERGE_WARPS][MERGE_COLS];
+  constexpr int BATCH = 4;  // parts in flight
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int* header = p.plan;
   const int per = header[1], bs = header[2];
   const int* unit_indptr = p.plan + 8 + 4 * p.workers;
-  const int len = r < bs ? p.kv_indptr[r + 1] - p.kv_indptr[r] : 0;
-  int parts = 0, u0 = 0;
-  if (len > 0) {
-    u0 = unit_indptr[r];
-    const int u1 = unit_indptr[r + 1];
-    parts = p.fixed ? u1 - u0 : (u1 - 1) / per - u0 / per + 1;
+  const int* lists = unit_indptr + p.max_bs + 1;
+  bool waited = false;  // the plan is older than the decode grid, which alone is waited for
+  for (int c = 0; c < CLASSES; ++c) {
+    const int ways = 1 << (2 * c), way = warp & (ways - 1), units = MERGE_WARPS >> (2 * c);
+    const int blocks = (p.heads * CHUNKS + units - 1) / units;
+    const int listed = header[3 + c];
+    const int entries = listed + (c == 0 ? max(p.tokens - bs, 0) : 0);
+    for (int item = blockIdx.x; item < entries * blocks; item += gridDim.x) {
+      const int e = item / blocks, unit = (item - e * blocks) * units + (warp >> (2 * c));
+      const int r = e < listed ? lists[c * p.max_bs + e] : bs + e - listed;
+      const int h = unit / CHUNKS, col = unit % CHUNKS * MERGE_COLS + 4 * lane;
+      const bool live = h < p.heads;
+      float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float lse = -INFINITY;
+      const int u0 = e < listed ? unit_indptr[r] : 0;
+      const int parts = live && e < listed ? count_parts(u0, unit_indptr[r + 1], per, p.fixed) : 0;
+      if (!waited) wait_primary(), launch_dependents();
+      waited = true;
+      if (parts) {
+        // consecutive workers hold the parts: the first of them may have begun with another request
+        const int w0 = p.fixed ? 0 : u0 / per, late = !p.fixed && u0 != w0 * per;
+        const int first = p.fixed ? r * p.max_splits : 2 * w0, stride = p.fixed ? 1 : 2;
+        auto row_of = [&](int i) { return (first + stride * i + (i == 0 && late)) * (p.head_blocks * HEADS) + h; };
+        float4 x[BATCH];
+        float own[BATCH];
+        auto load = [&](int first) {
+#pragma unroll
+          for (int j = 0; j < BATCH; ++j) {
+            const int i = first + j * ways;
+            own[j] = -INFINITY;
+            x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (i < parts) {
+              const int row = row_of(i);
+              own[j] = p.part_lse[row];
+              x[j] = *(const float4*)(p.part_out + (i64)row * V_DIM + col);
+            }
+          }
+        };
+        load(way);  // before the weights are known
+        float top = -INFINITY, sum = 0.0f;
+        for (int i = lane; i < parts; i += 32) {
+          const float v = p.part_lse[row_of(i)];
+          top = v != v ? v : fmaxf(top, v);
+        }
+#pragma unroll
+        for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+        const float ref = top == -INFINITY ? 0.0f : top;
+        for (int i = lane; i < parts; i += 32) sum += exp2_fast(p.part_lse[row_of(i)] - ref);
+#pragma unroll
+        for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+        const float inv = sum == 0.0f ? 0.0f : 1.0f / sum;
+        lse = ref + log2f(sum);
+        for (int i = way;;) {
+#pragma unroll
+          for (int j = 0; j < BATCH; ++j) {
+            const float w = exp2_fast(own[j] - ref) * inv;
+            acc.x += w * x[j].x, acc.y += w * x[j].y, acc.z += w * x[j].z, acc.w += w * x[j].w;
+          }
+          i += BATCH * ways;
+          if (i >= parts) break;
+          load(i);
+        }
+      }
+      if (c > 0) {
+        *(float4*)&s_x[warp][4 * lane] = acc;
+        __syncthreads();
+        if (way == 0)
+          for (int i = 1; i < ways; ++i) {
+            const float4 y = *(const float4*)&s_x[warp + i][4 * lane];
+            acc.x += y.x, acc.y += y.y, acc.z += y.z, acc.w += y.w;
+          }
+        __syncthreads();
+      }
+      if (live && way == 0) {
+        u32* out = (u32*)(p.out + r * p.out_token + h * p.out_head + col);
+        out[0] = pack_out(acc.x, acc.y);
+        out[1] = pack_out(acc.z, acc.w);
+        if (p.lse && col == 0) p.lse[r * p.lse_token + h * p.lse_head] = lse;
+      }
+    }
   }
-  wait_primary();
-  u16* out = p.out + r * p.out_token + h * p.out_head;
-  float* lse_out = p.lse ? p.lse + r * p.lse_token + h * p.lse_head : nullptr;
-  if (parts == 0 && way == 0) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) *(u32*)(out + col + 2 * i) = 0u;
-    if (lse_out && tid == 0) *lse_out = -INFINITY;
-  }
-  if (parts <= 1) return;
-
-  // consecutive workers hold one request's parts: the first may have begun with another request
-  const int w0 = p.fixed ? 0 : u0 / per;
-  auto slot_of = [&](int i) -> i64 {
-    if (p.fixed) return (i64)r * p.max_splits + i;
-    return 2 * (w0 + i) + (i == 0 && u0 != w0 * per ? 1 : 0);
-  };
-  const int hb = h / HEADS, hl = h % HEADS;
-  float top = -INFINITY;
-  for (int i = tid; i < parts; i += MERGE_THREADS) {
-    float x = p.part_lse[(slot_of(i) * p.head_blocks + hb) * HEADS + hl];
-    s_w[i] = x;
-    top = (x != x) ? x : fmaxf(top, x);
-  }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  if ((tid & 31) == 0) s_t[tid >> 5] = top;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < MERGE_THREADS / 32; ++i) top = fmaxf(top, s_t[i]);
-  const float ref = top == -INFINITY ? 0.0f : top;
-
-  float acc[8], total = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) acc[i] = 0.0f;
-#pragma unroll 4
-  for (int i = way; i < parts; i += MERGE_WAYS) {
-    const float w = exp2_fast(s_w[i] - ref);
-    const float4* src = (const float4*)(p.part_out + ((slot_of(i) * p.head_blocks + hb) * HEADS + hl) * V_DIM + col);
-    const float4 x = src[0], y = src[1];
-    total += w;
-    acc[0] += w * x.x, acc[1] += w * x.y, acc[2] += w * x.z, acc[3] += w * x.w;
-    acc[4] += w * y.x, acc[5] += w * y.y, acc[6] += w * y.z, acc[7] += w * y.w;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) s_x[way][col + i] = acc[i];
-  __syncthreads();  // s_t was read by all before this barrier
-  if (col == 0) s_t[way] = total;
-  __syncthreads();
-  if (tid < V_DIM / 2) {
-    float a = 0.0f, b = 0.0f, sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < MERGE_WAYS; ++i) a += s_x[i][2 * tid], b += s_x[i][2 * tid + 1], sum += s_t[i];
-    const float inv = sum == 0.0f ? 0.0f : 1.0f / sum;
-    *(u32*)(out + 2 * tid) = pack_out(a * inv, b * inv);
-    if (lse_out && tid == 0) *lse_out = ref + log2f(sum);
-  }
+  // every grid waits, also one with nothing to do: the next grid may rely on all before it
+  if (!waited) wait_primary();
 }
 
 // Once per step: prefix sums of work units, the units of each worker, and each worker's first segment. One block.
 extern "C" __global__ void __launch_bounds__(1024) mla_decode_plan(const int* kv_indptr, int bs, int workers, int fixed,
-                                                                   int max_splits, int* plan) {
-  __shared__ int s_sum[32];
-  __shared__ int s_base;
+                                                                   int max_splits, int max_bs, int* plan) {
+  __shared__ int s_sum[32], s_listed[CLASSES], s_base;
   int* header = plan;
   int4* records = (int4*)(plan + 8);
   int* unit_indptr = plan + 8 + 4 * workers;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  int* lists = unit_indptr + max_bs + 1;
   if (tid == 0) s_base = 0, unit_indptr[0] = 0;
+  if (tid < CLASSES) s_listed[tid] = 0;
   __syncthreads();
   for (int r0 = 0; r0 < bs; r0 += 1024) {
     const int r = r0 + tid;
@@ -769,7 +902,19 @@ extern "C" __global__ void __launch_bounds__(1024) mla_decode_plan(const int* kv
     __syncthreads();
   }
   const int units = s_base, per = max(1, (units + workers - 1) / workers);
-  if (tid == 0) header[0] = units, header[1] = per, header[2] = bs;
+  // requests that the merge must write; their order in a list does not matter
+  for (int r = tid; r < bs; r += 1024) {
+    const int parts = count_parts(unit_indptr[r], unit_indptr[r + 1], per, fixed);
+    if (parts != 1) {
+      const int c = merge_class(parts);
+      lists[c * max_bs + atomicAdd(&s_listed[c], 1)] = r;
+    }
+  }
+  __syncthreads();
+  if (tid == 0) {
+    header[0] = units, header[1] = per, header[2] = bs;
+    for (int c = 0; c < CLASSES; ++c) header[3 + c] = s_listed[c];
+  }
   for (int w = tid; w < workers; w += 1024) {
     int4 rec = make_int4(0, 0, 0, 0);
     const int pos = w * per;

@@ -42,7 +42,8 @@ class CudaConfig:
         groups: warp groups of one block; each computes heads / groups logits and 512 / groups
             columns.
         stages: tiles of 64 tokens in shared memory.
-        bulk: fetch rows with the bulk copy engine (sm_90 and newer) instead of 16 bytes per thread.
+        bulk: a warp of its own fetches rows with the bulk copy engine (sm_90 and newer); else
+            every thread copies 16 bytes at a time.
         min_blocks: blocks that one multiprocessor must hold.
     """
 
@@ -52,11 +53,18 @@ class CudaConfig:
     bulk: bool
     min_blocks: int
 
+    def threads(self, arch: str) -> int:
+        """Threads of one block: those that compute, and with `bulk` those that fetch."""
+        if not self.bulk:
+            return 128 * self.groups
+        # the source's REBALANCE: beside several groups of wgmma a whole group fetches
+        return 128 * self.groups + (128 if self.groups > 1 and arch == "sm_90a" else 64)
+
     def shared_bytes(self, kpe_dim: int) -> int:
         """Dynamic shared memory of one block, as `mla_decode` in the source lays it out."""
         row = CKV_DIM + kpe_dim
-        tiles = self.stages * (TILE * (row + 16) + 8)
-        return tiles + self.heads * (row * 2 + TILE * 2 + 6 * 4)
+        tiles = self.stages * (TILE * (row + 16) + 16)
+        return tiles + self.heads * (row * 2 + 2 * TILE * 2 + 6 * 4)
 
     def options(self, *, kpe_dim: int, e5m2: bool, q_bf16: bool) -> tuple[str, ...]:
         """Macro definitions for the compiler."""
@@ -165,6 +173,8 @@ class _Params(ctypes.Structure):
         ("workers", ctypes.c_int),
         ("fixed", ctypes.c_int),
         ("max_splits", ctypes.c_int),
+        ("max_bs", ctypes.c_int),
+        ("tokens", ctypes.c_int),
     )
 
 
@@ -279,18 +289,19 @@ class MlaDecodePlan:
         rows = slots * self._head_blocks * config.heads
         self._part_out = torch.empty(rows * CKV_DIM, dtype=torch.float32, device=self.device)
         self._part_lse = torch.empty(rows, dtype=torch.float32, device=self.device)
-        words = _HEADER + 4 * self._workers + max_bs + 1
+        words = _HEADER + 4 * self._workers + max_bs + 1 + 3 * max_bs
         self._plan = torch.zeros(words, dtype=torch.int32, device=self.device)
         self.workspace_bytes = 4 * (rows * (CKV_DIM + 1) + words)
         self._shared = config.shared_bytes(kpe_dim)
         self._overlap = capability >= (9, 0)
+        arch = architecture(capability) if arch is None else arch
+        self._threads = config.threads(arch)
         if _module is None:
             options = config.options(
                 kpe_dim=kpe_dim,
                 e5m2=pool_dtype == torch.float8_e5m2,
                 q_bf16=q_dtype == torch.bfloat16,
             )
-            arch = architecture(capability) if arch is None else arch
             index = self.device.index or 0
             _module = _load_module(index, arch, options)
         self._module = _module
@@ -328,6 +339,7 @@ class MlaDecodePlan:
             ctypes.c_int(self._workers),
             ctypes.c_int(self._fixed),
             ctypes.c_int(MAX_SPLITS),
+            ctypes.c_int(self.max_bs),
             ctypes.c_void_p(self._plan.data_ptr()),
             stream=self._stream(),
         )
@@ -393,6 +405,8 @@ class MlaDecodePlan:
             workers=self._workers,
             fixed=self._fixed,
             max_splits=MAX_SPLITS,
+            max_bs=self.max_bs,
+            tokens=tokens,
         )
         if lse_log2 is not None:
             params.lse = lse_log2.data_ptr()
@@ -402,14 +416,15 @@ class MlaDecodePlan:
         self._module.launch(
             "mla_decode",
             (self._workers * self._head_blocks, 1),
-            128 * self.config.groups,
+            self._threads,
             params,
             shared=self._shared,
             stream=stream,
+            overlap=self._overlap,
         )
         self._module.launch(
             "mla_decode_merge",
-            (self.num_heads, tokens),
+            (min(2 * self._multiprocessors, 4 * self.num_heads * tokens), 1),
             512,
             params,
             stream=stream,

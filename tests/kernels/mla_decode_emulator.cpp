@@ -13,6 +13,7 @@
 #include <vector>
 
 #define MLA_DECODE_EMULATED 1
+#define EMULATED_WARPS (4 * GROUPS)
 #ifdef EMULATE_WGMMA
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 #endif
@@ -21,11 +22,14 @@
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 
 struct Dim3 { unsigned x, y, z; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline int atomicAdd(int* p, int v) { int old = *p; *p += v; return old; }
 static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline int min(int a, int b) { return a < b ? a : b; }
@@ -69,17 +73,19 @@ static void gate(Gate& b, int count) {
 }
 static void warp_gate() { gate(g_warp[threadIdx.x / 32], 32); }
 static void __syncthreads() { gate(g_block, (int)g_fibers.size()); }
-static int __syncthreads_or(int v) {
-  const int slot = g_block.generation & 1;
+static Gate g_compute;
+static int gate_or(Gate& b, int count, int v) {
+  const int slot = b.generation & 1;
   g_or[slot] |= v;
-  __syncthreads();
+  gate(b, count);
   const int r = g_or[slot];
-  g_or[slot ^ 1] = 0;  // the next generation's, which nobody has entered before every thread left this gate
-  __syncthreads();
+  gate(b, count);
   g_or[slot] = 0;
-  __syncthreads();
+  gate(b, count);
+  gate(b, count);  // an even number of gates: the next call takes the same slot, which is 0 again
   return r;
 }
+static void __syncwarp() { warp_gate(); }
 template <class T>
 static T shuffle(T v, int from) {
   const int w = threadIdx.x / 32, l = threadIdx.x % 32;
@@ -170,35 +176,46 @@ static void copy_wait() {
   }
   f.pending.swap(keep);
 }
-struct Bar { u32 addr; int phase; long expected; std::vector<Pending> rows; };
+struct Bar { u32 addr; int count, pending, phase; long bytes; std::vector<Pending> rows; };
 static std::vector<Bar> g_bars;
 static Bar& bar_at(u32 addr) {
   for (auto& b : g_bars) if (b.addr == addr) return b;
   fprintf(stderr, "no such barrier\n"); abort();
 }
-static void barrier_init(u32 a) { g_bars.push_back({a, 0, -1, {}}); }
-static void barrier_expect(u32 a, u32 bytes) { bar_at(a).expected = bytes; }
+static void barrier_init(u32 a, int arrivals) { g_bars.push_back({a, arrivals, arrivals, 0, 0, {}}); }
+// a phase with bytes to come ends in the wait that needs it: as late as it may
+static bool barrier_try(Bar& b) {
+  if (b.pending) return false;
+  long have = 0;
+  for (auto& c : b.rows) have += c.bytes;
+  if (have != b.bytes) return false;
+  for (auto& c : b.rows) land(c);
+  b.rows.clear(), b.bytes = 0, b.pending = b.count, ++b.phase;
+  return true;
+}
+static void barrier_arrive(u32 a) {
+  Bar& b = bar_at(a);
+  if (b.pending == 0) { fprintf(stderr, "barrier: one arrival too many\n"); abort(); }
+  --b.pending;
+  if (b.rows.empty() && b.bytes == 0) barrier_try(b);
+}
+static void barrier_expect(u32 a, u32 bytes) {
+  bar_at(a).bytes += bytes;
+  barrier_arrive(a);
+}
 static void copy_row_bytes(u32 dst, const void* src, u32 bytes, u32 a) {
   if (dst % 16 || (uintptr_t)src % 16) { fprintf(stderr, "cp.async.bulk: unaligned\n"); abort(); }
   bar_at(a).rows.push_back({dst, src, bytes, 0});
 }
 static void barrier_wait(u32 a, u32 parity) {
-  for (;;) {
-    Bar& b = bar_at(a);
-    if ((b.phase & 1) != (int)parity) return;
-    long have = 0;
-    for (auto& c : b.rows) have += c.bytes;
-    if (b.expected >= 0 && have == b.expected) {
-      for (auto& c : b.rows) land(c);
-      b.rows.clear(), b.expected = -1, ++b.phase;
-      return;
-    }
-    yield_();
-  }
+  while ((bar_at(a).phase & 1) == (int)parity)
+    if (!barrier_try(bar_at(a))) yield_();
 }
+template <int N> static void take_registers() {}
+template <int N> static void give_registers() {}
 static void launch_dependents() {}
 static void wait_primary() {}
-static void operand_fence() {}
+static void proxy_fence() {}
 static void mma_fence() {}
 static void mma_commit() {}
 template <int N> static void mma_wait() {}
@@ -237,6 +254,8 @@ struct Mma {
     warp_gate();
   }
 };
+static void compute_sync() { gate(g_compute, EMULATED_WARPS * 32); }
+static int compute_sync_or(int v) { return gate_or(g_compute, EMULATED_WARPS * 32, v); }
 #define copy_row(dst, src, bar) copy_row_bytes(dst, src, K_DIM, bar)
 
 #include MLA_DECODE_SOURCE
@@ -251,7 +270,7 @@ static void trampoline() {
 static int run_block(int threads) {
   memset(g_shared, 0xff, sizeof g_shared);
   g_bars.clear();
-  g_block = Gate();
+  g_block = Gate(), g_compute = Gate();
   for (auto& w : g_warp) w = Gate();
   g_or[0] = g_or[1] = 0;
   if ((int)g_fibers.size() != threads) {
@@ -282,9 +301,9 @@ extern "C" int emulate(const char* name, unsigned gx, unsigned gy, int threads, 
   gridDim = {gx, gy, 1};
   const std::string_view which(name);
   if (which == "mla_decode_plan") {
-    struct A { const int* indptr; int bs, workers, fixed, max_splits; int* plan; } a;
+    struct A { const int* indptr; int bs, workers, fixed, max_splits, max_bs; int* plan; } a;
     memcpy(&a, args, sizeof a);
-    g_body = [a] { mla_decode_plan(a.indptr, a.bs, a.workers, a.fixed, a.max_splits, a.plan); };
+    g_body = [a] { mla_decode_plan(a.indptr, a.bs, a.workers, a.fixed, a.max_splits, a.max_bs, a.plan); };
   } else {
     Params p;
     memcpy(&p, args, sizeof p);
