@@ -522,3 +522,34 @@ def test_run_says_why_the_plugin_is_not_there(
     assert refusal(plugin_path, module="no_such.module").startswith(
         "run: MODULE must be importable, got 'no_such.module': "
     )
+
+
+_RAY_ACTOR = """
+import sys
+import ray
+
+hook = {"worker_process_setup_hook": "sglang.srt.plugins.load_plugins"} if sys.argv[1:] else {}
+ray.init(num_cpus=1, include_dashboard=False, runtime_env=hook, log_to_driver=False)
+
+
+@ray.remote
+class Actor:
+    def known(self):
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+        return "flashinfer_mla_fp8" in ATTENTION_BACKENDS
+
+
+print("known:", ray.get(Actor.remote().known.remote(), timeout=200))
+"""
+
+
+def test_ray_actors_need_the_hook(plugin_path: str, tmp_path: Path) -> None:
+    """SGLang's Ray actors load no plugins; the hook that docs/compat.md gives does."""
+    ray = pytest.importorskip("ray")
+    (tmp_path / "actor.py").write_text(_RAY_ACTOR)
+    path = os.pathsep.join([plugin_path, str(Path(ray.__file__).parents[1])])
+    env = {"RAY_AUTH_MODE": "disabled"}
+    script = str(tmp_path / "actor.py")
+    assert "known: False" in python(script, path=path, env=env).stdout
+    assert "known: True" in python(script, "hook", path=path, env=env).stdout
