@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from contract.scene import fp8_values
+from contract.scene import fp8_values, ref_attention
 
 # FlashInfer's dequantiser knows no NaN: 0x7F and 0xFF read as +-480
 _E4M3_NAN_CODE_VALUE = 480.0
@@ -78,18 +78,11 @@ def paged_mla(
         latent = _dequantise(ckv_cache[slots, 0], ckv_scale, q_nope.dtype).double()
         rope = _dequantise(kpe_cache[slots, 0], kpe_scale, q_nope.dtype).double()
         keys = torch.cat([latent, rope], dim=-1)
-        q = torch.cat([q_nope[begin:end], q_pe[begin:end]], dim=-1).double()
-        for i in range(end - begin):
-            seen = max(0, kv_len - (end - begin) + i + 1) if causal else kv_len
-            if seen == 0:
-                out[begin + i] = 0
-                if lse_log2 is not None:
-                    lse_log2[begin + i] = -math.inf
-                continue
-            logits = (q[i] @ keys[:seen].T) * sm_scale
-            out[begin + i] = (torch.softmax(logits, dim=-1) @ keys[:seen, :ckv]).to(out.dtype)
-            if lse_log2 is not None:
-                lse_log2[begin + i] = torch.logsumexp(logits, dim=-1) / math.log(2)
+        q = torch.cat([q_nope[begin:end], q_pe[begin:end]], dim=-1)
+        result, lse = ref_attention(q, keys, ckv=ckv, sm_scale=sm_scale, causal=causal)
+        out[begin:end] = result.to(out.dtype)
+        if lse_log2 is not None:
+            lse_log2[begin:end] = lse
 
 
 class ReferenceModule:

@@ -41,10 +41,20 @@ def fp8_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def dequantise(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a pool as float64 on the CPU; FP8 goes through the table above, by bytes."""
+    """Rows of a pool as float64, where they are; FP8 goes through the table above, by bytes."""
     if rows.dtype in FP8_DTYPES:
-        return fp8_values(rows.dtype)[rows.contiguous().view(torch.uint8).cpu().long()]
-    return rows.double().cpu()
+        codes = rows.contiguous().view(torch.uint8).long()
+        return fp8_values(rows.dtype).to(rows.device)[codes]
+    return rows.double()
+
+
+def _visible(q_len: int, kv_len: int, causal: bool, device: torch.device) -> torch.Tensor:
+    """[q_len, 1, kv_len] bool: token i sees the first kv_len - q_len + i + 1 rows."""
+    keys = torch.arange(kv_len, device=device)
+    if not causal:
+        return (keys >= 0).expand(q_len, kv_len)[:, None]
+    last = torch.arange(kv_len - q_len, kv_len, device=device)
+    return (keys[None, :] <= last[:, None])[:, None]
 
 
 def ref_attention(
@@ -55,7 +65,7 @@ def ref_attention(
     sm_scale: float,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed MLA of one request in float64.
+    """Absorbed MLA of one request in float64, on the device of `rows`.
 
     Args:
         q: [q_len, num_heads, ckv + kpe], the last `q_len` tokens of the request.
@@ -68,19 +78,12 @@ def ref_attention(
         [q_len, num_heads, ckv] float64 and lse_log2 [q_len, num_heads] float64. A token that sees
         nothing gives 0 and -inf.
     """
-    q = q.double().cpu()
-    q_len, num_heads, _ = q.shape
-    kv_len = rows.shape[0]
-    out = torch.zeros(q_len, num_heads, ckv, dtype=torch.float64)
-    lse_log2 = torch.full((q_len, num_heads), -math.inf, dtype=torch.float64)
-    for i in range(q_len):
-        seen = max(0, kv_len - q_len + i + 1) if causal else kv_len
-        if seen == 0:
-            continue
-        logits = (q[i] @ rows[:seen].T) * sm_scale  # [num_heads, seen]
-        out[i] = torch.softmax(logits, dim=-1) @ rows[:seen, :ckv]
-        lse_log2[i] = torch.logsumexp(logits, dim=-1) / math.log(2)
-    return out, lse_log2
+    q = q.to(rows.device).double()
+    seen = _visible(q.shape[0], rows.shape[0], causal, rows.device)
+    logits = (q @ rows.T * sm_scale).masked_fill(~seen, -math.inf)  # [q_len, num_heads, kv_len]
+    # a token that sees nothing has logits of -inf alone, whose softmax is NaN
+    weights = torch.softmax(logits, dim=-1).masked_fill(~seen, 0.0)
+    return weights @ rows[:, :ckv], torch.logsumexp(logits, dim=-1) / math.log(2)
 
 
 def assert_within_budget(
@@ -93,7 +96,8 @@ def assert_within_budget(
     rms_ulp: float = 1.0,
 ) -> None:
     """Bound an output by what honest arithmetic in the same dtypes costs on the same data."""
-    a, e, b = actual.double().cpu(), exact.double().cpu(), baseline.double().cpu()
+    e = exact.double()
+    a, b = actual.to(e.device).double(), baseline.to(e.device).double()
     error, base = (a - e).abs().max().item(), (b - e).abs().max().item()
     budget = 2 * (base + eps * e.abs().max().item())
     assert error <= budget, (
@@ -108,19 +112,13 @@ def torch_attention(
 ) -> torch.Tensor:
     """`ref_attention` as flash kernels do it: 16-bit operands and probabilities, fp32 sums."""
     dtype = q.dtype
-    q_len, num_heads, _ = q.shape
+    q = q.to(rows.device)
     keys = rows.to(dtype).float()
-    out = torch.zeros(q_len, num_heads, ckv, dtype=dtype)
-    q = q.cpu()
-    for i in range(q_len):
-        seen = max(0, rows.shape[0] - q_len + i + 1) if causal else rows.shape[0]
-        if seen == 0:
-            continue
-        logits = (q[i].float() @ keys[:seen].T) * sm_scale
-        weights = torch.exp(logits - logits.amax(-1, keepdim=True))
-        numerator = weights.to(dtype).float() @ keys[:seen, :ckv]
-        out[i] = (numerator / weights.sum(-1, keepdim=True)).to(dtype)
-    return out
+    seen = _visible(q.shape[0], rows.shape[0], causal, rows.device)
+    logits = (q.float() @ keys.T * sm_scale).masked_fill(~seen, -math.inf)
+    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+    numerator = weights.to(dtype).float() @ keys[:, :ckv]
+    return (numerator / weights.sum(-1, keepdim=True)).to(dtype)
 
 
 @dataclass(frozen=True)
