@@ -30,6 +30,7 @@ def record(
     num_steps: int,
     prompts: list[list[int]],
     timeout: float,
+    api_key: str = "",
     tick: Callable[[str], None] = lambda what: None,
 ) -> list[Path]:
     """Record `num_steps` decode steps of one batch and return the trace files, one per rank.
@@ -39,6 +40,7 @@ def record(
         out: folder for the traces; the *server* writes there, so it must see the same file system.
         prompts: token ids of the batch to decode.
         timeout: seconds for the whole recording.
+        api_key: sent with every request, where the server wants one.
 
     Raises:
         ServerFailed: the server refused, died, or wrote nothing that we can see.
@@ -61,18 +63,22 @@ def record(
         "detailed_annotations": True,
     }
     tick("starting the profiler")
-    call(base, "/start_profile", request, timeout=30)
+    call(base, "/start_profile", request, timeout=30, api_key=api_key)
     try:
         tick("decoding")
         generate(
-            base, prompts, num_steps + _SPARE_STEPS, timeout=max(1.0, until - time.monotonic())
+            base,
+            prompts,
+            num_steps + _SPARE_STEPS,
+            timeout=max(1.0, until - time.monotonic()),
+            api_key=api_key,
         )
         tick("waiting for the trace files")
         return _wait_for_traces(out, known, min(until, time.monotonic() + 30))
     except BaseException:
         # it stops by itself after the steps asked for; when these never came, it must be told
         with contextlib.suppress(ServerFailed):
-            call(base, "/stop_profile", {}, timeout=30)
+            call(base, "/stop_profile", {}, timeout=30, api_key=api_key)
         raise
 
 
@@ -127,13 +133,14 @@ def run(args: argparse.Namespace) -> int:
     out = Path(os.path.abspath(folder))
     try:
         with ending_by_signal():
-            call(base, "/health", timeout=30)
+            call(base, "/health", timeout=30, api_key=args.api_key)
             files = record(
                 base,
                 out,
                 num_steps=args.steps,
                 prompts=make_prompts(args.bs, args.length),
                 timeout=args.timeout,
+                api_key=args.api_key,
                 tick=lambda what: void(sys.stderr.write(f"{base}: {what}\n")),
             )
     except ServerFailed as error:
@@ -178,6 +185,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--bs", type=int, default=1, help="requests in the batch (%(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens (%(default)s)")
     parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="(%(default)s)")
+    parser.add_argument("--api-key", default="", metavar="KEY", help="if the server wants one")
     parser.add_argument("--out", metavar="DIR", help="for the traces (default: a new folder)")
     add_output_arguments(parser)
     parser.set_defaults(func=run)

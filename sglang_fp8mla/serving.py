@@ -163,14 +163,19 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def call(base: str, path: str, body: object | None = None, *, timeout: float) -> bytes:
+def call(
+    base: str, path: str, body: object | None = None, *, timeout: float, api_key: str = ""
+) -> bytes:
     """One HTTP request: GET without a body, POST of JSON with one.
 
     Raises:
         ServerFailed: nobody answers, the answer breaks off, takes too long, or is an HTTP error.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(base + path, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    request = urllib.request.Request(base + path, data, headers)
     try:
         with _OPENER.open(request, timeout=timeout) as response:
             return bytes(response.read())
@@ -191,7 +196,12 @@ def make_prompts(bs: int, length: int, vocab_size: int = 31000) -> list[list[int
 
 
 def generate(
-    base: str, prompts: list[list[int]], max_new_tokens: int, *, timeout: float
+    base: str,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    *,
+    timeout: float,
+    api_key: str = "",
 ) -> list[list[int]]:
     """Greedy tokens of one batch, exactly `max_new_tokens` for each prompt.
 
@@ -199,9 +209,8 @@ def generate(
         ServerFailed: see `call`; also when the answer does not hold the tokens asked for.
     """
     params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    raw = call(
-        base, "/generate", {"input_ids": prompts, "sampling_params": params}, timeout=timeout
-    )
+    body = {"input_ids": prompts, "sampling_params": params}
+    raw = call(base, "/generate", body, timeout=timeout, api_key=api_key)
     try:
         answers = json.loads(raw)
         tokens = [[int(t) for t in answer["output_ids"]] for answer in answers]

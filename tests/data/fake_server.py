@@ -57,15 +57,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization", "") != os.environ.get("FAKE_AUTHORIZATION", ""):
+            return self.reply(401, b"Unauthorized")
         if self.path == "/generate":
-            self.generate(json.loads(body))
-        elif self.path == "/start_profile":
+            return self.generate(json.loads(body))
+        if self.path == "/start_profile":
             profile.update(json.loads(body))
             self.reply(200, b"Start profiling.\n")
         elif self.path == "/stop_profile":
             self.reply(200 if profile else 500)
         else:
             self.reply(404)
+        return None
 
     def generate(self, body):
         count = body["sampling_params"]["max_new_tokens"]

@@ -194,6 +194,7 @@ def test_profile_records_and_analyses(tmp_path, fake, capsys):
     source = tmp_path / "source.json.gz"
     make_trace.write(make_trace.Case(layers=4, steps=2), source)
     fake("FAKE_TRACE", str(source))
+    fake("FAKE_AUTHORIZATION", "Bearer k")
     port = serving.free_port()
     command = [*LAUNCHER.split(), "--port", str(port)]
     server = serving.Server("one", command, port, tmp_path / "one.log")
@@ -201,9 +202,12 @@ def test_profile_records_and_analyses(tmp_path, fake, capsys):
     try:
         server.wait_healthy(20, serving.Deadline())
         words = ["profile", f"127.0.0.1:{port}", "--out", str(tmp_path / "t"), "--json"]
+        words += ["--api-key", "k"]
         assert cli.main(words) == 3
         data = json.loads(capsys.readouterr().out)
         assert data["traces"][0]["stages"]["DECODE"]["cast"]["per_step"] == 4
+        assert cli.main([*words[:2], "--out", str(tmp_path / "u")]) == 1
+        assert "/start_profile: HTTP 401 Unauthorized" in capsys.readouterr().err
     finally:
         server.stop()
 
