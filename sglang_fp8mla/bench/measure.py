@@ -6,12 +6,14 @@ A path that gives a wrong result gets no time; one that cannot run here says why
 from __future__ import annotations
 
 import gc
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
 from ..errors import Fp8MlaError
 from ..probe import _MAX_RELATIVE_RMS
@@ -23,6 +25,20 @@ from .timing import Timer
 
 # the oracle runs in float64 on the CPU; a part of each case keeps it to seconds
 _CHECKED_HEADS = 16
+
+
+# what a missing compiler, a shape that a kernel refuses or a changed signature raises
+_FINDINGS = (
+    Fp8MlaError,
+    ImportError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OSError,
+    subprocess.SubprocessError,
+    TritonError,
+)
 
 
 @dataclass
@@ -158,7 +174,7 @@ def run_path(
         row.of_roofline = op.case.floor_bytes / floor_bytes_per_s * 1e6 / times.p50
     # a peer that does not import, compile or support the shape is a finding of the benchmark; so is
     # a device error, after which nothing else can run and every later row says so
-    except (Fp8MlaError, ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+    except _FINDINGS as error:
         lines = str(error).strip().splitlines() or [""]
         row.check, row.detail = "unavailable", f"{type(error).__name__}: {lines[0][:200]}"
         output = None
