@@ -103,12 +103,12 @@ def main() -> None:
         for _ in range(layers)
     ]
     variants = [
-        (module._BLOCK_T, module._CAST_PROGRAMS_PER_SM, module._CAST_WARPS, module._CAST_POLICY)
+        (module._BLOCK_T, module._CAST_PROGRAMS_PER_SM, module._CAST_WARPS, module._CAST_VECTOR)
     ]
     if os.environ.get("VARIANTS"):
         variants = [
-            (t, p, w, e)
-            for e in ("", "evict_first")
+            (t, p, w, v)
+            for v in (8, 16)
             for w in (2, 4, 8)
             for t in (2, 4, 8, 16)
             for p in (8, 16, 32, 64)
@@ -124,14 +124,14 @@ def main() -> None:
         live = LiveSlots(num_slots, device)
         workspace = Workspace(num_slots, 576, torch.bfloat16, device)
         list_us = time_graph(partial(live.update, slots, kv_indptr, bs))
-        for block_t, programs, warps, policy in variants:
+        for block_t, programs, warps, vector in variants:
             module._BLOCK_T, module._CAST_PROGRAMS_PER_SM = block_t, programs
-            module._CAST_WARPS, module._CAST_POLICY = warps, policy
+            module._CAST_WARPS, module._CAST_VECTOR = warps, vector
             us = time_graph(partial(fill_all, workspace, pools, live)) / layers
             tb_s = live_tokens * 576 * 3 / us / 1e6
             row = {"shape": f"{bs}x{length}", "run": run, "list_us": round(list_us, 1)}
             row |= {"block_t": block_t, "programs_per_sm": programs, "warps": warps}
-            row |= {"policy": policy}
+            row |= {"vector": vector}
             row |= {"cast_us": round(us, 2), "TB_s": round(tb_s, 3)}
             row |= {"of_copy": round(tb_s / copy_tb_s, 3)}
             print(json.dumps(row), flush=True)

@@ -25,7 +25,8 @@ _LIST_PROGRAMS_PER_SM = 2
 _BLOCK_T = 8
 _CAST_PROGRAMS_PER_SM = 16
 _CAST_WARPS = 4
-_CAST_POLICY = "evict_first"
+# 8 codes are 16 bytes of bf16: loads and stores share a layout, and nothing crosses shared memory
+_CAST_VECTOR = 8
 _INTERPRETED_PROGRAMS = 3  # few and odd, so that tests walk the grid-stride loops
 
 
@@ -109,45 +110,57 @@ def _gather_cast_kernel(
     stride_out,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # largest power of two <= DIM
-    BLOCK_TAIL: tl.constexpr,  # power of two >= DIM - BLOCK_D, or 0
+    BLOCK_TAIL: tl.constexpr,  # power of two >= DIM - BLOCK_D; 1 and no columns where DIM is one
     BLOCK_T: tl.constexpr,
-    POLICY: tl.constexpr,
+    VECTOR: tl.constexpr,  # codes that a thread loads at once
     E5M2: tl.constexpr,
     HW_E4M3: tl.constexpr,
 ):
     """out[s] = cast(pool[s]) for each s in live_slots[:count]; other rows keep their contents.
 
-    Programs stride over blocks of BLOCK_T slots and own all columns of them.
+    Programs stride over blocks of BLOCK_T slots and own all columns of them. Each round's rows are
+    loaded before the round before is stored, and its slots one round earlier still, so that no
+    load waits for the one that names it.
     """
     n = tl.load(count)
-    first = tl.program_id(0) * BLOCK_T
     step = tl.num_programs(0) * BLOCK_T
-    # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
+    first = tl.program_id(0) * BLOCK_T
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_tail = BLOCK_D + tl.arange(0, BLOCK_TAIL)
+    read_d = tl.max_contiguous(offs_d, VECTOR)
+    read_tail = tl.max_contiguous(offs_tail, VECTOR)
+
     offs_t = first + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
+    slot = tl.load(live_slots + offs_t, mask=offs_t < n, other=0).to(tl.int64)
+    src = pool + slot * stride_pool
+    mask = (offs_t < n)[:, None]
+    mask_tail = mask & (offs_tail < DIM)[None, :]
+    code = tl.load(src[:, None] + read_d[None, :], mask=mask, other=0)
+    code_tail = tl.load(src[:, None] + read_tail[None, :], mask=mask_tail, other=0)
+    offs_t += step
     ahead = tl.load(live_slots + offs_t, mask=offs_t < n, other=0).to(tl.int64)
-    for start in range(first, n, step):
-        slot = ahead
-        offs_t = start + tl.arange(0, BLOCK_T)
-        mask_t = offs_t < n
-        # the next round's slots are under way while this round's rows are
-        ahead = tl.load(live_slots + offs_t + step, mask=offs_t + step < n, other=0).to(tl.int64)
-        src = pool + slot * stride_pool
+    for _ in range(first, n, step):
+        src = pool + ahead * stride_pool
+        next_mask = (offs_t < n)[:, None]
+        next_tail = next_mask & (offs_tail < DIM)[None, :]
+        next_code = tl.load(src[:, None] + read_d[None, :], mask=next_mask, other=0)
+        next_code_tail = tl.load(src[:, None] + read_tail[None, :], mask=next_tail, other=0)
+        next_slot = ahead
+        offs_t += step
+        ahead = tl.load(live_slots + offs_t, mask=offs_t < n, other=0).to(tl.int64)
+
         dst = out + slot * stride_out
-        offs_d = tl.arange(0, BLOCK_D)
-        # 8 codes a thread are 16 bytes of output: loads and stores share one layout, so nothing
-        # goes through shared memory and no warp waits for another
-        read = src[:, None] + tl.max_contiguous(offs_d, 8)[None, :]
-        code = tl.load(read, mask=mask_t[:, None], other=0, eviction_policy=POLICY)
-        if BLOCK_TAIL > 0:  # both loads in flight before the first conversion
-            offs_tail = BLOCK_D + tl.arange(0, BLOCK_TAIL)
-            mask_tail = mask_t[:, None] & (offs_tail < DIM)[None, :]
-            read = src[:, None] + tl.max_contiguous(offs_tail, 8)[None, :]
-            code_tail = tl.load(read, mask=mask_tail, other=0, eviction_policy=POLICY)
         value = _decode_fp8(code, E5M2, HW_E4M3).to(out.dtype.element_ty)
-        tl.store(dst[:, None] + offs_d[None, :], value, mask=mask_t[:, None])
-        if BLOCK_TAIL > 0:
-            tail = _decode_fp8(code_tail, E5M2, HW_E4M3).to(out.dtype.element_ty)
-            tl.store(dst[:, None] + offs_tail[None, :], tail, mask=mask_tail)
+        tl.store(dst[:, None] + offs_d[None, :], value, mask=mask)
+        tail = _decode_fp8(code_tail, E5M2, HW_E4M3).to(out.dtype.element_ty)
+        tl.store(dst[:, None] + offs_tail[None, :], tail, mask=mask_tail)
+
+        slot = next_slot
+        mask = next_mask
+        mask_tail = next_tail
+        code = next_code
+        code_tail = next_code_tail
 
 
 @functools.cache
@@ -167,9 +180,9 @@ def cast_constants(dim: int, pool_dtype: torch.dtype, *, hw_e4m3: bool) -> dict[
     return {
         "DIM": dim,
         "BLOCK_D": block_d,
-        "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
+        "BLOCK_TAIL": triton.next_power_of_2(max(tail, 1)),
         "BLOCK_T": _BLOCK_T,
-        "POLICY": _CAST_POLICY,
+        "VECTOR": _CAST_VECTOR,
         "E5M2": pool_dtype == torch.float8_e5m2,
         "HW_E4M3": hw_e4m3,
     }
