@@ -1,0 +1,55 @@
+"""The server runs that prove integration: sets of arms for `spec_ab`, stock's first in each group.
+
+An arm is what serve_ab.py takes: words of the command line, `KEY:=VALUE` for the environment, and
+`@DIR` in front for a model of its own. `{nextn}` is the checkpoint that `make_nextn` writes.
+"""
+
+from __future__ import annotations
+
+_STOCK = "--attention-backend,flashinfer,--kv-cache-dtype,fp8_e4m3"
+_OURS = "--attention-backend,flashinfer_mla_fp8,--kv-cache-dtype,fp8_e4m3"
+# bitwise stock's computation, so its tokens must be stock's
+_EXACT = f"{_OURS},SGLANG_FP8MLA_DECODE_PATH:=gather_cast,SGLANG_FP8MLA_EXTEND_PATH:=gather_cast"
+
+_NEXTN = (
+    "--speculative-algorithm,EAGLE,--speculative-num-steps,3,--speculative-eagle-topk,1,"
+    "--speculative-num-draft-tokens,4"
+)
+_CHECKPOINT = "@{nextn}"
+_LOADED = "--load-format,auto"
+# what the two GPUs need no compiler and no multicast for
+_TWO = "--tp-size,2,--disable-custom-all-reduce,--enforce-disable-flashinfer-allreduce-fusion"
+
+
+def _group(name: str, *words: str, model: str = "", auto: bool = True) -> tuple[str, ...]:
+    """Stock, ours bitwise, and ours as it chooses itself."""
+    arms = {"stock": _STOCK, "exact": _EXACT} | ({"auto": _OURS} if auto else {})
+    front = [model] if model else []
+    return tuple(f"{name}.{arm}={','.join([*front, flags, *words])}" for arm, flags in arms.items())
+
+
+SETS: dict[str, tuple[str, ...]] = {
+    # NextN, dummy weights: nothing is accepted, every verify is alike, tokens must be equal
+    "nextn-dummy": _group("dummy", _NEXTN),
+    # NextN, drafts accepted, without graphs: stock's and ours draft the same tokens
+    "nextn-eager": _group(
+        "eager", _NEXTN, _LOADED, "--disable-decode-cuda-graph", model=_CHECKPOINT, auto=False
+    ),
+    # NextN, drafts accepted, graphs: no `.exact` arm, since stock's replayed draft steps plan with
+    # lengths that lack the draft's own tokens (docs/compat.md), and other drafts round otherwise
+    "nextn-graph": tuple(
+        arm.replace("graph.exact", "graph.gather_cast")
+        for arm in _group("graph", _NEXTN, _LOADED, model=_CHECKPOINT)
+    ),
+    "tp2": _group("tp2", _TWO, auto=False),
+    "dp2": _group("dp2", _TWO, "--dp-size,2,--enable-dp-attention", auto=False),
+    "dcp2": _group("dcp2", _TWO, "--dcp-size,2", auto=False),
+}
+
+
+def expand(words: list[str], nextn: str) -> list[str]:
+    """Names of sets become their arms; anything with `=` is an arm already."""
+    arms: list[str] = []
+    for word in words:
+        arms += [word] if "=" in word else [arm.format(nextn=nextn) for arm in SETS[word]]
+    return arms

@@ -1,0 +1,197 @@
+"""Write an MLA checkpoint whose own NextN layer guesses its tokens about half of the time.
+
+    python -m bench.serve.make_nextn DIR [--layers 61]
+
+Dummy weights never accept a drafted token, so they leave most of speculation untried. Here the
+target's next token is `next_token(t)` unless attention and MLP push the state to another one, which
+they are scaled to do in a part of the contexts; the NextN layer guesses `next_token(t)` as well, by
+the embedding, with attention of its own that now and then changes its mind. A float32 model of it
+on the CPU, with 6 layers and a calmer draft, accepts 3 of 4 guesses. One seed gives one checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+VOCAB, HIDDEN, HEADS = 32000, 2048, 16
+Q_RANK, CKV, KPE, NOPE, VALUE = 1536, 512, 64, 128, 128
+DENSE, EXPERT, EXPERTS = 4096, 256, 8
+# logits of a state s * E[t] + noise * N(0, 1): s * HIDDEN against noise * 4.2 * sqrt(HIDDEN), the
+# largest of VOCAB draws. They are level at noise / s = 10.8; a little less leaves `next_token` in
+# front; attention averages over keys and gives about a quarter to a half of its figure
+NOISE_MLP, NOISE_ATTENTION, NOISE_DRAFT = 8.5, 4.5, 13.0
+
+
+def next_token(token: int) -> int:
+    """The token that follows when nothing pushes: one long cycle through the vocabulary."""
+    return (token + 1237) % VOCAB
+
+
+def make_config(layers: int) -> dict[str, Any]:
+    """config.json: DeepSeek-V3's attention at 16 heads, dense layers, one NextN layer."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "first_k_dense_replace": layers,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": DENSE,
+        "kv_lora_rank": CKV,
+        "q_lora_rank": Q_RANK,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": KPE,
+        "v_head_dim": VALUE,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": EXPERT,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": HEADS,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": VOCAB,
+    }
+
+
+class Maker:
+    """Draws the tensors in a fixed order, on the GPU where there is one."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def linear(self, out: int, into: int, gain: float = 1.0) -> Any:
+        """[out, into] that maps unit variance to a standard deviation of `gain`."""
+        drawn = self._torch.randn(
+            out, into, generator=self._generator, device=self._device, dtype=self._torch.float32
+        )
+        return (drawn * gain * into**-0.5).bfloat16()
+
+    def ones(self, size: int) -> Any:
+        return self._torch.ones(size, dtype=self._torch.bfloat16, device=self._device)
+
+    def attention(self, prefix: str, noise: float) -> Iterator[tuple[str, Any]]:
+        yield f"{prefix}.input_layernorm.weight", self.ones(HIDDEN)
+        at = f"{prefix}.self_attn"
+        yield f"{at}.q_a_proj.weight", self.linear(Q_RANK, HIDDEN)
+        yield f"{at}.q_a_layernorm.weight", self.ones(Q_RANK)
+        # times 3: logits that differ enough for a few keys to carry most of the weight
+        yield f"{at}.q_b_proj.weight", self.linear(HEADS * (NOPE + KPE), Q_RANK, 3.0)
+        yield f"{at}.kv_a_proj_with_mqa.weight", self.linear(CKV + KPE, HIDDEN)
+        yield f"{at}.kv_a_layernorm.weight", self.ones(CKV)
+        yield f"{at}.kv_b_proj.weight", self.linear(HEADS * (NOPE + VALUE), CKV)
+        yield f"{at}.o_proj.weight", self.linear(HIDDEN, HEADS * VALUE, noise)
+        yield f"{prefix}.post_attention_layernorm.weight", self.ones(HIDDEN)
+
+    def mlp(self, prefix: str, width: int, noise: float) -> Iterator[tuple[str, Any]]:
+        yield f"{prefix}.gate_proj.weight", self.linear(width, HIDDEN)
+        yield f"{prefix}.up_proj.weight", self.linear(width, HIDDEN)
+        # silu(x) * y of two unit normals has a standard deviation of 0.6
+        yield f"{prefix}.down_proj.weight", self.linear(HIDDEN, width, noise / 0.6)
+
+
+def make_tensors(
+    layers: int, seed: int = 1, device: str = "cpu"
+) -> Iterator[list[tuple[str, Any]]]:
+    """The checkpoint, a list of named tensors a file."""
+    import torch
+
+    maker = Maker(seed, device)
+    embed = maker.linear(VOCAB, HIDDEN, HIDDEN**0.5)
+    follower = torch.tensor([next_token(token) for token in range(VOCAB)], device=device)
+    head = torch.empty_like(embed)
+    head[follower] = embed
+    yield [
+        ("model.embed_tokens.weight", embed),
+        ("lm_head.weight", head * HIDDEN**-0.5),
+        ("model.norm.weight", maker.ones(HIDDEN)),
+    ]
+    share = layers**-0.5
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        yield [
+            *maker.attention(prefix, NOISE_ATTENTION * share),
+            *maker.mlp(f"{prefix}.mlp", DENSE, NOISE_MLP * share),
+        ]
+    prefix = f"model.layers.{layers}"
+    choose = torch.zeros(HIDDEN, 2 * HIDDEN, dtype=torch.bfloat16, device=device)
+    choose[:, :HIDDEN] = torch.eye(HIDDEN, dtype=torch.bfloat16, device=device)
+    experts = [f"{prefix}.mlp.shared_experts"]
+    experts += [f"{prefix}.mlp.experts.{expert}" for expert in range(EXPERTS)]
+    yield [
+        (f"{prefix}.enorm.weight", maker.ones(HIDDEN)),
+        (f"{prefix}.hnorm.weight", maker.ones(HIDDEN)),
+        (f"{prefix}.eh_proj.weight", choose),
+        (f"{prefix}.shared_head.norm.weight", maker.ones(HIDDEN)),
+        (f"{prefix}.shared_head.head.weight", head * HIDDEN**-0.5),
+        (f"{prefix}.embed_tokens.weight", embed),
+        *maker.attention(prefix, NOISE_DRAFT),
+        (f"{prefix}.mlp.gate.weight", maker.linear(EXPERTS, HIDDEN)),
+        (f"{prefix}.mlp.gate.e_score_correction_bias", torch.zeros(EXPERTS, device=device)),
+        *(pair for expert in experts for pair in maker.mlp(expert, EXPERT, 0.5)),
+    ]
+
+
+def write(directory: str, layers: int, seed: int) -> int:
+    """Write config.json and one safetensors file a layer; returns the bytes written."""
+    import torch
+    from safetensors.torch import save_file
+
+    os.makedirs(directory, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    index: dict[str, str] = {}
+    total = 0
+    for number, tensors in enumerate(make_tensors(layers, seed, device)):
+        name = f"model-{number:05d}.safetensors"
+        # contiguous and apart: the head and the embedding are written twice
+        held = {key: tensor.cpu().clone().contiguous() for key, tensor in tensors}
+        save_file(held, os.path.join(directory, name), metadata={"format": "pt"})
+        index.update(dict.fromkeys(held, name))
+        total += sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    with open(os.path.join(directory, "model.safetensors.index.json"), "w") as file:
+        json.dump({"metadata": {"total_size": total}, "weight_map": index}, file)
+    with open(os.path.join(directory, "config.json"), "w") as file:
+        json.dump(make_config(layers), file, indent=1)
+    return total
+
+
+def main() -> None:
+    """Parse arguments and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory")
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    total = write(options.directory, options.layers, options.seed)
+    print(f"{options.directory}: {options.layers} layers, {total / 2**30:.1f} GiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Speculative and parallel servers beside stock's: whole answers, accepted length, ms per step.
+
+    python -m bench.serve.make_nextn /tmp/nextn
+    python -m bench.serve.spec_ab --tool ~/p/tools/serve_ab.py --pool 131072 SET|NAME=WORDS ...
+
+SET is a name of `arms.SETS`; the checkpoint is looked for in $NEXTN, /tmp/nextn by default.
+Boots and takes turns as `bench.serve_overlap` does, arms as `serve_ab.py` reads them; measures
+other things: every token of every request, drafts accepted per verify, and milliseconds per token
+and per target forward. The first arm of each group is what the others of the group are compared
+with; a group is the part of the name before a dot (`eager.stock`, `eager.exact`). Rows go to
+$OUT/spec.json. Exit 1 when an arm is lost, or when one whose name ends in `.exact` differs in a
+token; other arms say how many tokens agree before the first that does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from bench import serve_overlap
+from bench.serve.arms import SETS, expand
+
+# (requests, prompt tokens, new tokens)
+WORKLOADS = ((1, 64, 96), (4, 1024, 64), (3, 4096, 32))
+
+
+def make_prompts(bs: int, length: int) -> list[list[int]]:
+    """As serve_ab.py's, but of different lengths in one batch."""
+    return [[(7 * i + 13 * j) % 31000 + 5 for i in range(length - 37 * j)] for j in range(bs)]
+
+
+def generate(tool: Any, prompts: list[list[int]], new: int) -> tuple[float, list[dict[str, Any]]]:
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+    }
+    begin = time.perf_counter()
+    answers = json.loads(tool.call("/generate", body))
+    return time.perf_counter() - begin, answers
+
+
+def measure(tool: Any, name: str, words: list[str], options: Any) -> dict[str, Any]:
+    """One arm: boot, warm up, measure, stop."""
+    begin = time.time()
+    server = tool.boot(name, words, options)
+    try:
+        while True:
+            if server.poll() is not None:
+                return {"arm": name, "error": f"the server exited with {server.returncode}"}
+            if time.time() - begin > options.boot:
+                return {"arm": name, "error": f"no /health within {options.boot} s"}
+            try:
+                tool.call("/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(1)
+        row: dict[str, Any] = {"arm": name, "boot_s": round(time.time() - begin, 1)}
+        for bs, length, new in WORKLOADS:
+            prompts = make_prompts(bs, length)
+            generate(tool, prompts, new)
+            first, _ = generate(tool, prompts, 1)
+            whole, answers = generate(tool, prompts, new)
+            info = [answer["meta_info"] for answer in answers]
+            verifies = [i.get("spec_verify_ct") or 0 for i in info]
+            forwards = max(verifies) or new - 1
+            row[f"{bs}x{length}"] = {
+                "ms_per_token": round((whole - first) / (new - 1) * 1e3, 3),
+                "ms_per_step": round((whole - first) / forwards * 1e3, 3),
+                "accept_length": round(sum((new - 1) / v for v in verifies if v) / bs, 3),
+                "ids": [answer["output_ids"] for answer in answers],
+            }
+        return row
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        time.sleep(2)
+
+
+def common_tokens(mine: list[list[int]], theirs: list[list[int]]) -> tuple[int, int]:
+    """How many tokens agree, each request counted up to its first difference; and of how many."""
+    agreed = 0
+    for a, b in zip(mine, theirs, strict=True):
+        agreed += next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a))
+    return agreed, sum(map(len, mine))
+
+
+def compare(rows: list[dict[str, Any]]) -> bool:
+    """Print a line per arm and workload; whether all arms live and the exact ones are exact."""
+    good = True
+    for row in rows:
+        if "error" in row:
+            print(f"{row['arm']:<16} {row['error']}")
+            good = False
+            continue
+        group = row["arm"].partition(".")[0]
+        base = next(r for r in rows if r["arm"].partition(".")[0] == group)
+        for bs, length, _ in WORKLOADS:
+            key = f"{bs}x{length}"
+            mine = row[key]
+            agreed, total = common_tokens(mine["ids"], base[key]["ids"]) if key in base else (0, 1)
+            if row["arm"].endswith(".exact"):
+                good &= agreed == total
+            print(
+                f"{row['arm']:<16} {key:>7} {mine['ms_per_step']:>8.3f} ms/step "
+                f"{mine['ms_per_token']:>8.3f} ms/token  accepted {mine['accept_length']:.3f}  "
+                f"{agreed}/{total} tokens as {base['arm']}"
+            )
+    return good
+
+
+def main() -> None:
+    """Run serve_overlap with our measurement, then compare."""
+    load_tool = serve_overlap.load_tool
+
+    def load(path: str, port: int) -> Any:
+        tool = load_tool(path, port)
+        tool.measure = lambda name, words, options: measure(tool, name, words, options)
+        return tool
+
+    serve_overlap.load_tool = load
+    first = next((i for i, w in enumerate(sys.argv[1:], 1) if w in SETS or "=" in w), len(sys.argv))
+    sys.argv[first:] = expand(sys.argv[first:], os.environ.get("NEXTN", "/tmp/nextn"))
+    if "--out" not in sys.argv:
+        sys.argv[1:1] = ["--out", "spec.json"]
+    file = sys.argv[sys.argv.index("--out") + 1]
+    serve_overlap.main()
+    with open(os.path.join(os.environ.get("OUT", "."), file)) as result:
+        rows = json.load(result)["rows"]
+    sys.exit(0 if compare(rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
