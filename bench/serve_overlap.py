@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--boot", type=float, default=300)
     parser.add_argument("--without", default="")
+    parser.add_argument("--port", type=int, default=30000, help="port of the first arm")
     parser.add_argument("--out", default="serve.json", help="file name under $OUT")
     parser.add_argument("arms", nargs="+", metavar="NAME=WORDS")
     options = parser.parse_args()
@@ -108,7 +109,7 @@ def main() -> None:
         name, _, words = arm.partition("=")
         split = [word for word in words.split(",") if word]
         # arms share no port; SGLang takes more ports above the one that it is given
-        copy = load_tool(tool, 30000 + 400 * number)
+        copy = load_tool(tool, options.port + 400 * number)
         threads.append(
             threading.Thread(target=run_arm, args=(copy, name, split, options, turns, rows))
         )
