@@ -416,7 +416,7 @@ class DecodeGraph:
         scene, bs, shape = self.scene, self.bs, self.scene.shape
         device = scene.device
         self.q = torch.zeros(bs, shape.heads, shape.width, dtype=shape.dtype, device=device)
-        self.new_rows = torch.zeros(bs, shape.width, dtype=shape.dtype, device=device)
+        self.new_rows = torch.zeros(self.layers, bs, shape.width, dtype=shape.dtype, device=device)
         # as at capture in SGLang: every lane has one token, in row 0 of the request pool
         self.batch = scene.batch([Request([0], 0) for _ in range(bs)])
         self.batch.req_pool_indices.zero_()
@@ -441,7 +441,7 @@ class DecodeGraph:
 
     def _layers(self) -> None:
         self.outputs = [
-            self.scene.attend(self.batch, self.q, self.new_rows, layer=layer)
+            self.scene.attend(self.batch, self.q, self.new_rows[layer], layer=layer)
             for layer in range(self.layers)
         ]
 
@@ -449,6 +449,11 @@ class DecodeGraph:
         self, requests: Sequence[Request], q: torch.Tensor, new_rows: torch.Tensor
     ) -> list[torch.Tensor]:
         """Replay with other requests; further lanes are padded as SGLang does: row 0, length 1.
+
+        Args:
+            requests: at most as many as were captured.
+            q: [len(requests), heads, width], for every layer.
+            new_rows: [len(requests), width] for every layer, or [layers, len(requests), width].
 
         Returns:
             One [len(requests), heads, ckv] tensor per layer.
@@ -460,7 +465,7 @@ class DecodeGraph:
         self.q.zero_()
         self.q[:n] = q.to(scene.device)
         self.new_rows.zero_()
-        self.new_rows[:n] = new_rows.to(scene.device, shape.dtype)
+        self.new_rows[:, :n] = new_rows.to(scene.device, shape.dtype)
         self.batch.req_pool_indices.zero_()
         self.batch.req_pool_indices[:n] = fresh.req_pool_indices
         self.batch.seq_lens.fill_(1)
