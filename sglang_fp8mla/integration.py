@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import BACKEND_NAME
-from .checks import Check
+from .checks import Check, failed
 from .errors import IncompatibleEnvironment
 
 logger = logging.getLogger(__name__)
@@ -126,19 +126,30 @@ def install_late() -> None:
     """Extend the model-side tables. Called by the backend factory: the imports are heavy.
 
     Every reader looks its table up per forward pass, hence after any factory has run.
+
+    Raises:
+        IncompatibleEnvironment: a seam that decides what is computed is missing, early or late.
     """
     for seam, step in _LATE:
         _try(seam, step)
+    bad = failed(check_seams())
+    if bad:
+        from .compat import refusal  # compat imports this module's tables
+
+        raise refusal("install_late", bad)
 
 
 def check_seams() -> list[Check]:
-    """One Check per seam that could not be installed in this process; ok when there is none."""
+    """One Check per seam that could not be installed in this process; ok when there is none.
+
+    "warn" for those that only cost time or memory, and for models that this process may not serve.
+    """
     if not _failures:
         return [Check("sglang seams", "ok", "all installed")]
     return [
         Check(
             f"sglang seam: {seam}",
-            "fail",
+            "warn" if seam in _SPARE else "fail",
             reason,
             "use an SGLang version that docs/compat.md lists",
         )
@@ -519,5 +530,7 @@ _LATE: tuple[tuple[str, Callable[[], None]], ...] = (
     ("Sarvam handler", _know_sarvam_handler),
     ("DFLASH class names", _know_dflash_class),
 )
+# without these a feature is slower or keeps a pool of its own; Sarvam has other ways to be served
+_SPARE = frozenset({"fused-draft rails", "Sarvam handler", "DFLASH class names"})
 # what each step is called in logs, checks, and the verdicts of the audit
 SEAMS = tuple(seam for seam, _ in _EARLY + _LATE)

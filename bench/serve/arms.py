@@ -41,6 +41,8 @@ SETS: dict[str, tuple[str, ...]] = {
         arm.replace("graph.exact", "graph.gather_cast")
         for arm in _group("graph", _NEXTN, _LOADED, model=_CHECKPOINT)
     ),
+    # one GPU, beside the sets of two
+    "one": (f"one.stock={_STOCK}",),
     "tp2": _group("tp2", _TWO, auto=False),
     "dp2": _group("dp2", _TWO, "--dp-size,2,--enable-dp-attention", auto=False),
     "dcp2": _group("dcp2", _TWO, "--dcp-size,2", auto=False),

@@ -93,6 +93,7 @@ def common_tokens(mine: list[list[int]], theirs: list[list[int]]) -> tuple[int, 
 def compare(rows: list[dict[str, Any]]) -> bool:
     """Print a line per arm and workload; whether all arms live and the exact ones are exact."""
     good = True
+    single = next((row for row in rows if row["arm"] == "one.stock" and "error" not in row), None)
     for row in rows:
         if "error" in row:
             print(f"{row['arm']:<16} {row['error']}")
@@ -104,12 +105,15 @@ def compare(rows: list[dict[str, Any]]) -> bool:
             key = f"{bs}x{length}"
             mine = row[key]
             agreed, total = common_tokens(mine["ids"], base[key]["ids"]) if key in base else (0, 1)
+            alone = ""
+            if single is not None:
+                alone = f", {common_tokens(mine['ids'], single[key]['ids'])[0]} as one GPU"
             if row["arm"].endswith(".exact"):
                 good &= agreed == total
             print(
                 f"{row['arm']:<16} {key:>7} {mine['ms_per_step']:>8.3f} ms/step "
                 f"{mine['ms_per_token']:>8.3f} ms/token  accepted {mine['accept_length']:.3f}  "
-                f"{agreed}/{total} tokens as {base['arm']}"
+                f"{agreed}/{total} tokens as {base['arm']}" + alone
             )
     return good
 
