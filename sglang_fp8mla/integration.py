@@ -50,6 +50,7 @@ UPSTREAM_NAMES: tuple[tuple[Any, ...], ...] = (
     ("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
     ("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks"),
     ("sglang.srt.plugins.hook_registry", "HookRegistry._hooks"),
+    ("sglang.srt.plugins.hook_registry", "_current_plugin_source"),
     ("sglang.srt.plugins.hook_registry", "HookType.AROUND"),
     ("sglang.srt.arg_groups.choices", "ATTENTION_BACKEND_CHOICES"),
     ("sglang.srt.arg_groups.choices", "add_attention_backend_choices"),
@@ -399,11 +400,15 @@ def _wrap_draft_factory() -> None:
     factory keeps its creators in local dicts. Enough: both dicts pass through one method, and an
     AROUND hook adds our creator beside stock's. Remove: when the factory takes registrations.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins import hook_registry
 
-    if any(_create_draft_backend in entry for entry in HookRegistry._hooks.get(_DRAFT_TARGET, ())):
+    registry = hook_registry.HookRegistry
+    if any(_create_draft_backend in entry for entry in registry._hooks.get(_DRAFT_TARGET, ())):
         return
-    HookRegistry.register(_DRAFT_TARGET, _create_draft_backend, HookType.AROUND)
+    registry.register(_DRAFT_TARGET, _create_draft_backend, hook_registry.HookType.AROUND)
+    # load_plugins applies all hooks after its last plugin; by hand (a test, `doctor`) nobody does
+    if hook_registry._current_plugin_source.get() is None:
+        registry.apply_hooks()
 
 
 def _create_draft_backend(

@@ -139,6 +139,22 @@ def test_registers_once_however_often(plugin_path: str, version: str) -> None:
     )
 
 
+def test_registering_by_hand_wraps_the_draft_factory_at_once(plugin_path: str) -> None:
+    """Without load_plugins, whose last act is to apply the hooks: SGLang's kit, a notebook."""
+    run_code(
+        """
+        from sglang_fp8mla.plugin import register
+        register()
+        from sglang.srt.speculative.draft_utils import DraftBackendFactory
+        wrapped = DraftBackendFactory._create_backend.__wrapped__
+        register()
+        assert DraftBackendFactory._create_backend.__wrapped__ is wrapped
+        assert not hasattr(wrapped, "__wrapped__")
+        """,
+        plugin_path,
+    )
+
+
 def test_rails_are_extended_where_they_were_copied_first(plugin_path: str) -> None:
     """A scheduler process has imported the configurator before it loads plugins."""
     run_code(
@@ -337,7 +353,7 @@ def test_a_name_taken_later_is_refused_at_launch(plugin_path: str, rival_path: s
         ("del choices.add_draft_attention_backend_choices", "draft list", "fail"),
         ("resolution_hooks._OVERRIDABLE_HOOKS = frozenset()", "argument resolution", "fail"),
         ("del kv_cache_hook.TRANSLATED_MHA_RAILS", "fused-draft rails", "warn"),
-        ("sys.modules['sglang.srt.plugins.hook_registry'] = None", "draft factory", "fail"),
+        ("del sglang.srt.plugins.hook_registry.HookRegistry", "draft factory", "fail"),
     ],
 )
 def test_a_missing_seam_is_reported_and_keeps_no_other_out(
