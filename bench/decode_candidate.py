@@ -29,15 +29,18 @@ VARIANTS: dict[str, tuple[CudaConfig | None, str | None, bool, str]] = {
     "shipped": (None, None, True, "cuda"),
     "no-overlap": (None, None, False, "cuda"),
     "h8-2x2": (CudaConfig(8, 1, 2, True, 2), None, True, "cuda"),
+    "h8-1x5": (CudaConfig(8, 1, 5, True, 1), None, True, "cuda"),
     "h16-2x2": (CudaConfig(16, 1, 2, True, 2), None, True, "cuda"),
     "h16-1x5": (CudaConfig(16, 1, 5, True, 1), None, True, "cuda"),
-    "h16-2grp-5st": (CudaConfig(16, 2, 5, True, 1), None, True, "cuda"),
+    "h16-2grp": (CudaConfig(16, 2, 5, True, 1), None, True, "cuda"),
+    "h16-apart": (CudaConfig(16, 2, 5, True, 1, apart=True), None, True, "cuda"),
     "h16-inline": (CudaConfig(16, 1, 2, False, 2), None, True, "cuda"),
     "h16-mma": (CudaConfig(16, 1, 2, True, 2), "sm_90", True, "cuda"),
     "h16-mma-inline": (CudaConfig(16, 1, 2, False, 2), "sm_90", True, "cuda"),
-    "h32-2grp-4st": (CudaConfig(32, 2, 4, True, 1), None, True, "cuda"),
-    "h64-2grp-3st": (CudaConfig(64, 2, 3, True, 1), None, True, "cuda"),
-    "h64-4grp-3st": (CudaConfig(64, 4, 3, True, 1), None, True, "cuda"),
+    "h32-2grp": (CudaConfig(32, 2, 4, True, 1), None, True, "cuda"),
+    "h32-apart": (CudaConfig(32, 2, 4, True, 1, apart=True), None, True, "cuda"),
+    "h64-2grp": (CudaConfig(64, 2, 3, True, 1), None, True, "cuda"),
+    "h64-apart": (CudaConfig(64, 2, 3, True, 1, apart=True), None, True, "cuda"),
     "triton": (None, None, True, "triton"),
 }
 
@@ -122,7 +125,7 @@ def measure(
     for name in names:
         config, arch, overlap, backend = VARIANTS[name]
         if config is not None and (
-            (heads <= 16 < config.heads) or (heads > 16 and config.heads < 16)
+            config.heads >= 2 * max(8, heads) or (heads > 16 and config.heads < 16)
         ):
             continue
         out = torch.full((bs, heads, 512), torch.nan, device=device, dtype=torch.bfloat16)

@@ -8,7 +8,7 @@
 // and V_DIM / GROUPS columns of O^T. On sm_90a the products are `wgmma` with A from registers; elsewhere
 // `mma.sync`, whose A and C fragments are the same, with B read by `ldmatrix` from the same place.
 //
-// Compile-time: HEADS (8, 16, 32, 64 heads of one block), GROUPS (warp groups), STAGES, KPE (0 or 64),
+// Compile-time: HEADS (8, 16, 32, 64 heads of one block), GROUPS (warp groups), APART, STAGES, KPE (0 or 64),
 // E5M2, Q_BF16, BULK (rows by the bulk copy engine), MIN_BLOCKS (blocks of one multiprocessor).
 // No header is included: NVRTC alone must compile this file.
 
@@ -50,18 +50,25 @@ static constexpr int FETCH_REGISTERS = 40;
 static constexpr int COMPUTE_REGISTERS = ((GROUPS + 1) * LAUNCH_REGISTERS - FETCH_REGISTERS) / GROUPS / 8 * 8;
 static_assert(!REBALANCE || (GROUPS * COMPUTE_REGISTERS + FETCH_REGISTERS <= (GROUPS + 1) * LAUNCH_REGISTERS), "registers");
 static constexpr int HEADS_S = HEADS / GROUPS;  // heads whose logits one group computes
-static constexpr int COLS = V_DIM / GROUPS;     // latent columns whose output one group accumulates
+// Groups either share p, each with all heads of its own columns of O^T, or stay apart, each with all columns of
+// its own heads: twice the conversions, but one group's softmax hides behind the other's products.
+static constexpr int HEADS_O = APART ? HEADS_S : HEADS;
+static constexpr int COLS = APART ? V_DIM : V_DIM / GROUPS;
+static constexpr int SYNC_THREADS = APART ? 128 : 128 * GROUPS;
 static constexpr int NS = HEADS_S / 8;
-static constexpr int NO = HEADS / 8;
+static constexpr int NO = HEADS_O / 8;
 static constexpr int BLOCKS_O = COLS / 64;
 static constexpr int STAGE_BYTES = TILE * PITCH;
 static constexpr int Q_BYTES = HEADS * K_DIM * 2;
 static constexpr int P_BYTES = HEADS * TILE * 2;
 static constexpr float LOG2_SHIFT = 7.0f;  // p in (0, 2^15], largest at least 2^7: fp16 keeps small ones normal
+// parts are averages of rows, at most 448 (57344 for e5m2): scaled up they use fp16's range, and small rows
+// stay clear of its subnormals
+static constexpr float PART_SCALE = E5M2 ? 1.0f : 128.0f;
 static constexpr float LOWEST = -3.0e38f;  // m before the first logit; finite, so that no -inf meets another
 
 // The plan, int32: [8] units, units per worker, batch size, lengths of the merge lists; [workers][4] first
-// segment (request, tile, first index, length); [max_bs + 1] prefix sums of units; [3][max_bs] merge lists.
+// segment (request, tile, first index, length); [3][max_bs][4] merge lists; [max_bs + 1] prefix sums of units.
 
 #ifndef MLA_DECODE_EMULATED  // the instructions; tests/kernels gives them in C++ and runs this file on a CPU
 __device__ __forceinline__ u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -239,16 +246,19 @@ __device__ __forceinline__ void copy_arrive(u32 bar) {  // when this thread's co
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 // a barrier of the computing warps alone
-__device__ __forceinline__ void compute_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
-__device__ __forceinline__ int compute_sync_or(int v) {
+__device__ __forceinline__ void compute_sync(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(APART ? 1 + group : 1), "n"(SYNC_THREADS) : "memory");
+}
+__device__ __forceinline__ int compute_sync_or(int group, int v) {
   int r;
-  asm volatile("{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, 1, %2, p; selp.s32 %0, 1, 0, q;}"
-               : "=r"(r) : "r"(v), "n"(32 * WARPS) : "memory");
+  asm volatile("{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, %3, %2, p; selp.s32 %0, 1, 0, q;}"
+               : "=r"(r) : "r"(v), "n"(SYNC_THREADS), "r"(APART ? 1 + group : 1) : "memory");
   return r;
 }
 #else
-__device__ __forceinline__ void compute_sync() { __syncthreads(); }
-__device__ __forceinline__ int compute_sync_or(int v) { return __syncthreads_or(v); }
+static_assert(!APART, "apart, the groups need the fetching warps");
+__device__ __forceinline__ void compute_sync(int) { __syncthreads(); }
+__device__ __forceinline__ int compute_sync_or(int, int v) { return __syncthreads_or(v); }
 #endif
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #endif  // MLA_DECODE_EMULATED
@@ -344,7 +354,7 @@ struct Params {
   i64 out_token, out_head;
   float* lse;
   i64 lse_token, lse_head;
-  float* part_out;  // [slots, head blocks, HEADS, V_DIM]
+  u16* part_out;    // [slots, head blocks, HEADS, V_DIM] fp16 times PART_SCALE
   float* part_lse;  // [slots, head blocks, HEADS]
   float scale_log2;
   int heads, head_blocks, workers, fixed, max_splits, max_bs, tokens;
@@ -368,12 +378,13 @@ __device__ __forceinline__ u32 pack_out(float lo, float hi) {
 // q of one request as fp16 times a power of two per head, in 8x8 blocks [k / 8][head / 8] of 128 bytes.
 // Column 16 m + 4 t + j is stored as k = 16 m + 2 t + 8 (j / 2) + j % 2: the order in which a thread of
 // ldmatrix meets the bytes of a row.
-__device__ __forceinline__ void load_q(const Params& p, int request, int head0, u8* s_q, float* s_scale) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+__device__ __forceinline__ void load_q(const Params& p, int request, int head0, int group, int wq, u8* s_q,
+                                       float* s_scale) {
+  const int lane = threadIdx.x & 31;
   constexpr int PAIRS = K_DIM / 64;  // pairs of columns per lane
 #pragma unroll
-  for (int i = 0; i < HEADS / WARPS; ++i) {
-    const int h = warp + i * WARPS;
+  for (int i = 0; i < HEADS_S / 4; ++i) {  // a group loads its own heads
+    const int h = group * HEADS_S + wq + i * 4;
     const bool live = head0 + h < p.heads;
     u32 raw[PAIRS];
     const u16* qn = p.q_nope + request * p.q_nope_token + (head0 + h) * p.q_nope_head;
@@ -480,7 +491,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
   // the shuffle tells the compiler that the group is the same for a warp: its operands stay uniform
   const int group = GROUPS == 1 ? 0 : __shfl_sync(~0u, warp >> 2, 0);
   const int wq = warp & 3, g = lane >> 2, t = lane & 3;
-  const int head0 = hb * HEADS;
+  const int head0 = hb * HEADS, head_o = APART ? group * HEADS_S : 0, col0 = APART ? 0 : group * COLS;
 #if !BULK
   Cursor ahead = cur;  // the tile to fetch next
   const int my_row = warp * ROWS + (lane & (ROWS - 1));
@@ -501,13 +512,13 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
   u32 parity = 0;
   int half = 0;  // of s_p
   const u64 q_operand = operand(smem_addr(s_q) + group * NS * 128);
-  const u64 p_operand = operand(smem_addr(s_p));
+  const u64 p_operand = operand(smem_addr(s_p) + (APART ? group * NS * 128 : 0));
 
   while (cur.alive()) {
-    // every warp is past its last read of s_q: the products that read it ended before a barrier
-    load_q(p, cur.request, head0, s_q, s_scale);
+    // the group is past its last read of its part of s_q: those products ended before a barrier
+    load_q(p, cur.request, head0, group, wq, s_q, s_scale);
     proxy_fence();
-    compute_sync();
+    compute_sync(group);
 
     float o[BLOCKS_O][NO][4];
 #pragma unroll
@@ -565,7 +576,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
       }
 
       // the first columns of V do not depend on p: fetch them over the wait
-      const u32 vrow = kv + lane * PITCH + group * COLS + wq * 16;
+      const u32 vrow = kv + lane * PITCH + col0 + wq * 16;
       u32 raw[2][4];
       ldsm_t(raw[0], vrow);
       ldsm_t(raw[1], vrow + 32 * PITCH);
@@ -588,9 +599,9 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
             x[i] = exp2_fast(x[i]), x[2 + i] = exp2_fast(x[2 + i]);
             sum[n][i] = x[i] + x[2 + i];
           }
-          u8* dst = s_p + half * P_BYTES + (2 * wq * NO + group * NS + n) * 128 + g * 16 + t * 4;
+          u8* dst = s_p + half * P_BYTES + (2 * wq * (HEADS / 8) + group * NS + n) * 128 + g * 16 + t * 4;
           *(u32*)dst = pack_f16(x[0], x[1]);
-          *(u32*)(dst + NO * 128) = pack_f16(x[2], x[3]);
+          *(u32*)(dst + HEADS * 16) = pack_f16(x[2], x[3]);
         }
         proxy_fence();
         return over;
@@ -598,7 +609,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
       // m is a reference, not the maximum: it moves only when p would leave fp16, which a segment's first
       // tile and few others cause; all warps then agree on it through shared memory
       bool move = tile == cur.tile;
-      if (!move) move = compute_sync_or(weigh());
+      if (!move) move = compute_sync_or(group, weigh());
       if (move) {
 #pragma unroll
         for (int n = 0; n < NS; ++n)
@@ -610,7 +621,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
             for (int d = 4; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
             if (g == 0) s_red[wq * HEADS + h] = top;
           }
-        compute_sync();
+        compute_sync(group);
 #pragma unroll
         for (int n = 0; n < NS; ++n)
 #pragma unroll
@@ -626,10 +637,10 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
             if (wq == 0 && g == 0) s_alpha[h] = alpha;
           }
         weigh();
-        compute_sync();
+        compute_sync(group);
 #pragma unroll
         for (int n = 0; n < NO; ++n) {
-          const float2 alpha = *(const float2*)(s_alpha + n * 8 + 2 * t);
+          const float2 alpha = *(const float2*)(s_alpha + head_o + n * 8 + 2 * t);
 #pragma unroll
           for (int b = 0; b < BLOCKS_O; ++b) {
             o[b][n][0] *= alpha.x, o[b][n][1] *= alpha.y;
@@ -685,7 +696,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
         for (int d = 4; d < 32; d <<= 1) l[n][i] += __shfl_xor_sync(~0u, l[n][i], d);
         if (g == 0) s_red[wq * HEADS + group * HEADS_S + n * 8 + 2 * t + i] = l[n][i];
       }
-    compute_sync();
+    compute_sync(group);
 #pragma unroll
     for (int n = 0; n < NS; ++n)
 #pragma unroll
@@ -704,16 +715,17 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
     for (int n = 0; n < NO; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int h = n * 8 + 2 * t + i;
+        const int h = head_o + n * 8 + 2 * t + i;
         float sum = (s_red[h] + s_red[HEADS + h]) + (s_red[2 * HEADS + h] + s_red[3 * HEADS + h]);
         // every logit -inf: the sum is 0, and so is the output
         const float inv = sum == 0.0f ? 0.0f : SCALE_BIAS / sum;
         if (head0 + h < p.heads) {
-          const int col = group * COLS + wq * 16 + 2 * g;
+          const int col = col0 + wq * 16 + 2 * g;
           if (cur.slot >= 0) {
-            float* dst = p.part_out + (((i64)cur.slot * p.head_blocks + hb) * HEADS + h) * V_DIM + col;
+            u16* dst = p.part_out + (((i64)cur.slot * p.head_blocks + hb) * HEADS + h) * V_DIM + col;
+            const float up = inv * PART_SCALE;
 #pragma unroll
-            for (int b = 0; b < BLOCKS_O; ++b) *(float2*)(dst + b * 64) = make_float2(o[b][n][i] * inv, o[b][n][2 + i] * inv);
+            for (int b = 0; b < BLOCKS_O; ++b) *(u32*)(dst + b * 64) = pack_f16(o[b][n][i] * up, o[b][n][2 + i] * up);
           } else {
             u16* dst = p.out + cur.request * p.out_token + (head0 + h) * p.out_head + col;
 #pragma unroll
@@ -764,101 +776,127 @@ __device__ __forceinline__ int count_parts(int u0, int u1, int per, int fixed) {
 }
 
 static constexpr int MERGE_WARPS = 16;
-static constexpr int MERGE_COLS = 128;                // columns of a warp, 4 per lane
-static constexpr int CHUNKS = V_DIM / MERGE_COLS;
-static constexpr int CLASSES = 3;                     // 1, 4 and 16 warps share the parts of one chunk
+static constexpr int MERGE_BLOCKS = __CUDA_ARCH__ >= 1000 ? 1 : 2;  // newer code needs a few registers more than 64
+static constexpr int CLASSES = 3;  // by the warps that share one request's parts: 1, 4 and 16
 __device__ __forceinline__ int merge_class(int parts) { return parts <= 4 ? 0 : parts <= 32 ? 1 : 2; }
 
-// Merge the parts of the requests that the plan lists, and write zeros for empty requests and padded rows.
-// A warp owns 128 columns of one (request, head), and of its parts every 1st, 4th or 16th.
-extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS, 2) mla_decode_merge(const Params p) {
-  __shared__ __align__(16) float s_x[MERGE_WARPS][MERGE_COLS];
-  constexpr int BATCH = 4;  // parts in flight
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int* header = p.plan;
-  const int per = header[1], bs = header[2];
-  const int* unit_indptr = p.plan + 8 + 4 * p.workers;
-  const int* lists = unit_indptr + p.max_bs + 1;
-  bool waited = false;  // the plan is older than the decode grid, which alone is waited for
-  for (int c = 0; c < CLASSES; ++c) {
-    const int ways = 1 << (2 * c), way = warp & (ways - 1), units = MERGE_WARPS >> (2 * c);
-    const int blocks = (p.heads * CHUNKS + units - 1) / units;
-    const int listed = header[3 + c];
-    const int entries = listed + (c == 0 ? max(p.tokens - bs, 0) : 0);
-    for (int item = blockIdx.x; item < entries * blocks; item += gridDim.x) {
-      const int e = item / blocks, unit = (item - e * blocks) * units + (warp >> (2 * c));
-      const int r = e < listed ? lists[c * p.max_bs + e] : bs + e - listed;
-      const int h = unit / CHUNKS, col = unit % CHUNKS * MERGE_COLS + 4 * lane;
-      const bool live = h < p.heads;
-      float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      float lse = -INFINITY;
-      const int u0 = e < listed ? unit_indptr[r] : 0;
-      const int parts = live && e < listed ? count_parts(u0, unit_indptr[r + 1], per, p.fixed) : 0;
-      if (!waited) wait_primary(), launch_dependents();
-      waited = true;
-      if (parts) {
-        // consecutive workers hold the parts: the first of them may have begun with another request
-        const int w0 = p.fixed ? 0 : u0 / per, late = !p.fixed && u0 != w0 * per;
-        const int first = p.fixed ? r * p.max_splits : 2 * w0, stride = p.fixed ? 1 : 2;
-        auto row_of = [&](int i) { return (first + stride * i + (i == 0 && late)) * (p.head_blocks * HEADS) + h; };
-        float4 x[BATCH];
-        float own[BATCH];
-        auto load = [&](int first) {
+struct MergeInput {
+  const int4* list;  // request, first slot, parts, whether the first part lies one slot further
+  int listed, entries;
+};
+
+// Merge requests of one class. A warp owns 128 * QUADS columns of one (request, head), and of its parts every
+// WAYS-th; a block has 16 / WAYS such units.
+template <int WAYS, int QUADS>
+__device__ __forceinline__ void merge(const Params& p, const MergeInput in, float* s_x, bool& waited) {
+  constexpr int UNITS = MERGE_WARPS / WAYS, CHUNKS = V_DIM / (128 * QUADS), BATCH = QUADS == 1 ? 8 : 2;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, way = warp % WAYS;
+  const int blocks = (p.heads * CHUNKS + UNITS - 1) / UNITS;
+  const int row_step = p.head_blocks * HEADS, part_step = p.fixed ? row_step : 2 * row_step;
+  for (int item = blockIdx.x; item < in.entries * blocks; item += gridDim.x) {
+    const int e = item / blocks, unit = (item - e * blocks) * UNITS + warp / WAYS;
+    const int h = unit / CHUNKS, col = unit % CHUNKS * (128 * QUADS) + 4 * lane;
+    int4 rec = make_int4(p.tokens - in.entries + e, 0, 0, 0);  // rows past the batch are the last ones
+    if (e < in.listed) rec = in.list[e];
+    if (h >= p.heads) rec.z = 0;
+    const int parts = rec.z, row0 = rec.y * row_step + h;
+    auto row_of = [&](int i) { return row0 + i * part_step + (i == 0 && rec.w ? row_step : 0); };
+    if (!waited) wait_primary(), launch_dependents();
+    waited = true;
+
+    float4 acc[QUADS];
 #pragma unroll
-          for (int j = 0; j < BATCH; ++j) {
-            const int i = first + j * ways;
-            own[j] = -INFINITY;
-            x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (i < parts) {
-              const int row = row_of(i);
-              own[j] = p.part_lse[row];
-              x[j] = *(const float4*)(p.part_out + (i64)row * V_DIM + col);
+    for (int q = 0; q < QUADS; ++q) acc[q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float lse = -INFINITY;
+    if (parts) {
+      uint2 x[BATCH][QUADS];
+      auto load = [&](int first) {
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+          const int i = first + WAYS * j;
+          if (i < parts) {
+            const u16* src = p.part_out + (i64)row_of(i) * V_DIM + col;
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q) x[j][q] = *(const uint2*)(src + 128 * q);
+          }
+        }
+      };
+      load(way);  // before the weights are known
+      float top = -INFINITY, sum = 0.0f;
+#pragma unroll(WAYS == 16 ? 8 : 1)
+      for (int i = lane; i < parts; i += 32) {
+        const float v = p.part_lse[row_of(i)];
+        top = v != v ? v : fmaxf(top, v);
+      }
+#pragma unroll
+      for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+      const float ref = top == -INFINITY ? 0.0f : top;
+#pragma unroll(WAYS == 16 ? 8 : 1)
+      for (int i = lane; i < parts; i += 32) sum += exp2_fast(p.part_lse[row_of(i)] - ref);
+#pragma unroll
+      for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+      lse = sum == 0.0f ? -INFINITY : ref + log2f(sum);
+      const float inv = sum == 0.0f ? 0.0f : 1.0f / (sum * PART_SCALE);
+      // lane j keeps the weight of this warp's part j: 32 * 16 of them are more than there are workers
+      const int own = way + WAYS * lane;
+      const float weight = own < parts ? exp2_fast(p.part_lse[row_of(own)] - ref) * inv : 0.0f;
+      for (int j0 = 0;;) {
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+          const float w = __shfl_sync(~0u, weight, j0 + j);
+          if (way + WAYS * (j0 + j) < parts) {
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q) {
+              acc[q].x += w * f16_to_float((u16)x[j][q].x), acc[q].y += w * f16_to_float((u16)(x[j][q].x >> 16));
+              acc[q].z += w * f16_to_float((u16)x[j][q].y), acc[q].w += w * f16_to_float((u16)(x[j][q].y >> 16));
             }
           }
-        };
-        load(way);  // before the weights are known
-        float top = -INFINITY, sum = 0.0f;
-        for (int i = lane; i < parts; i += 32) {
-          const float v = p.part_lse[row_of(i)];
-          top = v != v ? v : fmaxf(top, v);
         }
-#pragma unroll
-        for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-        const float ref = top == -INFINITY ? 0.0f : top;
-        for (int i = lane; i < parts; i += 32) sum += exp2_fast(p.part_lse[row_of(i)] - ref);
-#pragma unroll
-        for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
-        const float inv = sum == 0.0f ? 0.0f : 1.0f / sum;
-        lse = ref + log2f(sum);
-        for (int i = way;;) {
-#pragma unroll
-          for (int j = 0; j < BATCH; ++j) {
-            const float w = exp2_fast(own[j] - ref) * inv;
-            acc.x += w * x[j].x, acc.y += w * x[j].y, acc.z += w * x[j].z, acc.w += w * x[j].w;
-          }
-          i += BATCH * ways;
-          if (i >= parts) break;
-          load(i);
-        }
-      }
-      if (c > 0) {
-        *(float4*)&s_x[warp][4 * lane] = acc;
-        __syncthreads();
-        if (way == 0)
-          for (int i = 1; i < ways; ++i) {
-            const float4 y = *(const float4*)&s_x[warp + i][4 * lane];
-            acc.x += y.x, acc.y += y.y, acc.z += y.z, acc.w += y.w;
-          }
-        __syncthreads();
-      }
-      if (live && way == 0) {
-        u32* out = (u32*)(p.out + r * p.out_token + h * p.out_head + col);
-        out[0] = pack_out(acc.x, acc.y);
-        out[1] = pack_out(acc.z, acc.w);
-        if (p.lse && col == 0) p.lse[r * p.lse_token + h * p.lse_head] = lse;
+        j0 += BATCH;
+        if (way + WAYS * j0 >= parts) break;
+        load(way + WAYS * j0);
       }
     }
+    if (WAYS > 1) {
+      float4* mine = (float4*)(s_x + warp * (128 * QUADS)) + lane;
+#pragma unroll
+      for (int q = 0; q < QUADS; ++q) mine[32 * q] = acc[q];
+      __syncthreads();
+      // with as many quarters as ways, every warp sums one
+#pragma unroll
+      for (int q = 0; q < QUADS; ++q)
+        if (QUADS == 1 || q == way) {
+          acc[q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+          for (int i = 0; i < WAYS; ++i) {
+            const float4 y = ((const float4*)(s_x + (warp - way + i) * (128 * QUADS)) + lane)[32 * q];
+            acc[q].x += y.x, acc[q].y += y.y, acc[q].z += y.z, acc[q].w += y.w;
+          }
+        }
+      __syncthreads();
+    }
+    if (h < p.heads) {
+      u16* out = p.out + rec.x * p.out_token + h * p.out_head + col;
+#pragma unroll
+      for (int q = 0; q < QUADS; ++q)
+        if (WAYS == 1 || (QUADS == 1 ? way == 0 : q == way)) {
+          *(u32*)(out + 128 * q) = pack_out(acc[q].x, acc[q].y);
+          *(u32*)(out + 128 * q + 2) = pack_out(acc[q].z, acc[q].w);
+        }
+      if (p.lse && way == 0 && col == 0) p.lse[rec.x * p.lse_token + h * p.lse_head] = lse;
+    }
   }
+}
+
+// Merge the parts of the requests that the plan lists, and write zeros for empty requests and padded rows.
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS, MERGE_BLOCKS) mla_decode_merge(const Params p) {
+  __shared__ __align__(16) float s_x[MERGE_WARPS * V_DIM];
+  bool waited = false;  // the plan is older than the decode grid, which alone is waited for
+  const int4* lists = (const int4*)(p.plan + 8 + 4 * p.workers);
+  const int bs = p.plan[2], few = p.plan[3], some = p.plan[4], many = p.plan[5];
+  merge<1, 4>(p, {lists, few, few + max(p.tokens - bs, 0)}, s_x, waited);
+  merge<4, 4>(p, {lists + p.max_bs, some, some}, s_x, waited);
+  merge<16, 1>(p, {lists + 2 * p.max_bs, many, many}, s_x, waited);
   // every grid waits, also one with nothing to do: the next grid may rely on all before it
   if (!waited) wait_primary();
 }
@@ -869,9 +907,9 @@ extern "C" __global__ void __launch_bounds__(1024) mla_decode_plan(const int* kv
   __shared__ int s_sum[32], s_listed[CLASSES], s_base;
   int* header = plan;
   int4* records = (int4*)(plan + 8);
-  int* unit_indptr = plan + 8 + 4 * workers;
+  int4* lists = (int4*)(plan + 8 + 4 * workers);
+  int* unit_indptr = (int*)(lists + CLASSES * max_bs);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  int* lists = unit_indptr + max_bs + 1;
   if (tid == 0) s_base = 0, unit_indptr[0] = 0;
   if (tid < CLASSES) s_listed[tid] = 0;
   __syncthreads();
@@ -906,8 +944,10 @@ extern "C" __global__ void __launch_bounds__(1024) mla_decode_plan(const int* kv
   for (int r = tid; r < bs; r += 1024) {
     const int parts = count_parts(unit_indptr[r], unit_indptr[r + 1], per, fixed);
     if (parts != 1) {
-      const int c = merge_class(parts);
-      lists[c * max_bs + atomicAdd(&s_listed[c], 1)] = r;
+      const int c = merge_class(parts), w0 = unit_indptr[r] / per;
+      // consecutive workers hold the parts: the first of them may have begun with another request
+      lists[c * max_bs + atomicAdd(&s_listed[c], 1)] =
+          fixed ? make_int4(r, r * max_splits, parts, 0) : make_int4(r, 2 * w0, parts, unit_indptr[r] != w0 * per);
     }
   }
   __syncthreads();

@@ -26,7 +26,7 @@ CKV_DIM = 512
 TILE = 64  # tokens; mla_decode.cu's TILE
 MAX_HEADS = 128
 MAX_SPLITS = 16  # per request with a fixed split length: bounds the scratch
-_MAX_PARTS = 1024  # mla_decode.cu's MAX_PARTS
+_MAX_PARTS = 512  # mla_decode.cu's merge: 16 warps with a weight per lane
 _HEADER = 8
 _POOL_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _Q_DTYPES = ("bfloat16", "float16")
@@ -45,6 +45,7 @@ class CudaConfig:
         bulk: a warp of its own fetches rows with the bulk copy engine (sm_90 and newer); else
             every thread copies 16 bytes at a time.
         min_blocks: blocks that one multiprocessor must hold.
+        apart: each group keeps all columns of its own heads, instead of its columns of all heads.
     """
 
     heads: int
@@ -52,6 +53,7 @@ class CudaConfig:
     stages: int
     bulk: bool
     min_blocks: int
+    apart: bool = False
 
     def threads(self, arch: str) -> int:
         """Threads of one block: those that compute, and with `bulk` those that fetch."""
@@ -74,6 +76,7 @@ class CudaConfig:
             "STAGES": self.stages,
             "BULK": int(self.bulk),
             "MIN_BLOCKS": self.min_blocks,
+            "APART": int(self.apart),
             "KPE": kpe_dim,
             "E5M2": int(e5m2),
             "Q_BF16": int(q_bf16),
@@ -81,18 +84,21 @@ class CudaConfig:
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
+# SM90 by heads of a block, measured on H200 (docs/kernels.md)
+_SM90 = {
+    8: CudaConfig(8, 1, 2, True, 2),
+    16: CudaConfig(16, 1, 2, True, 2),
+    32: CudaConfig(32, 2, 4, True, 1),
+    64: CudaConfig(64, 2, 3, True, 1),
+}
+
+
 def choose_config(capability: tuple[int, int], num_heads: int) -> CudaConfig:
-    """The measured shape for a GPU generation and head count (docs/kernels.md has the table)."""
+    """The measured shape for a GPU generation and head count."""
     if capability != (9, 0):
-        # 99 KB of shared memory (sm_86, sm_89, sm_120) hold two stages and 16 heads
+        # 99 KB of shared memory (SM86, SM89, SM120) hold two stages and 16 heads
         return CudaConfig(8 if num_heads <= 8 else 16, 1, 2, False, 1)
-    if num_heads <= 8:
-        return CudaConfig(8, 1, 2, True, 2)
-    if num_heads <= 16:
-        return CudaConfig(16, 1, 2, True, 2)
-    if num_heads <= 32:
-        return CudaConfig(32, 2, 4, True, 1)
-    return CudaConfig(64, 2, 3, True, 1)
+    return _SM90[next((heads for heads in _SM90 if num_heads <= heads), 64)]
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -287,11 +293,11 @@ class MlaDecodePlan:
         self._fixed = 0 if split_len is None else -(-split_len // TILE)
         slots = max_bs * MAX_SPLITS if self._fixed else 2 * self._workers
         rows = slots * self._head_blocks * config.heads
-        self._part_out = torch.empty(rows * CKV_DIM, dtype=torch.float32, device=self.device)
+        self._part_out = torch.empty(rows * CKV_DIM, dtype=torch.float16, device=self.device)
         self._part_lse = torch.empty(rows, dtype=torch.float32, device=self.device)
-        words = _HEADER + 4 * self._workers + max_bs + 1 + 3 * max_bs
+        words = _HEADER + 4 * self._workers + 13 * max_bs + 1
         self._plan = torch.zeros(words, dtype=torch.int32, device=self.device)
-        self.workspace_bytes = 4 * (rows * (CKV_DIM + 1) + words)
+        self.workspace_bytes = rows * (2 * CKV_DIM + 4) + 4 * words
         self._shared = config.shared_bytes(kpe_dim)
         self._overlap = capability >= (9, 0)
         arch = architecture(capability) if arch is None else arch

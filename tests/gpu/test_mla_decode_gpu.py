@@ -19,7 +19,8 @@ SHAPES = {
     "two-groups": (CudaConfig(16, 2, 5, True, 1), None),
     "h32": (CudaConfig(32, 2, 4, True, 1), None),
     "h64": (CudaConfig(64, 2, 3, True, 1), None),
-    "h64-four-groups": (CudaConfig(64, 4, 3, True, 1), None),
+    "h64-apart": (CudaConfig(64, 2, 3, True, 1, apart=True), None),
+    "one-block": (CudaConfig(16, 1, 5, True, 1), None),
     "mma": (CudaConfig(16, 1, 2, False, 2), "sm_90"),
 }
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #define MLA_DECODE_EMULATED 1
-#define EMULATED_WARPS (4 * GROUPS)
 #ifdef EMULATE_WGMMA
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 #endif
@@ -26,6 +25,7 @@
 
 struct Dim3 { unsigned x, y, z; };
 struct int4 { int x, y, z, w; };
+struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -56,12 +56,11 @@ struct Fiber {
   std::vector<Pending> pending;
   int group;
 };
-struct Gate { int waiting = 0, generation = 0; };
+struct Gate { int waiting = 0, generation = 0, any = 0; };
 static std::vector<Fiber> g_fibers;
 static ucontext_t g_main;
 static int g_now;
 static Gate g_block, g_warp[32];
-static int g_or[2];
 static unsigned char g_exchange[32][32][16];
 static std::function<void()> g_body;
 
@@ -73,18 +72,17 @@ static void gate(Gate& b, int count) {
 }
 static void warp_gate() { gate(g_warp[threadIdx.x / 32], 32); }
 static void __syncthreads() { gate(g_block, (int)g_fibers.size()); }
-static Gate g_compute;
+static Gate g_compute[4];
 static int gate_or(Gate& b, int count, int v) {
-  const int slot = b.generation & 1;
-  g_or[slot] |= v;
+  b.any |= v;
   gate(b, count);
-  const int r = g_or[slot];
+  const int r = b.any;
   gate(b, count);
-  g_or[slot] = 0;
+  b.any = 0;
   gate(b, count);
-  gate(b, count);  // an even number of gates: the next call takes the same slot, which is 0 again
   return r;
 }
+static int __syncthreads_or(int v) { return gate_or(g_block, (int)g_fibers.size(), v); }
 static void __syncwarp() { warp_gate(); }
 template <class T>
 static T shuffle(T v, int from) {
@@ -254,8 +252,15 @@ struct Mma {
     warp_gate();
   }
 };
-static void compute_sync() { gate(g_compute, EMULATED_WARPS * 32); }
-static int compute_sync_or(int v) { return gate_or(g_compute, EMULATED_WARPS * 32, v); }
+#if BULK
+static void compute_sync(int group) { gate(g_compute[APART ? group : 0], APART ? 128 : GROUPS * 128); }
+static int compute_sync_or(int group, int v) {
+  return gate_or(g_compute[APART ? group : 0], APART ? 128 : GROUPS * 128, v);
+}
+#else
+static void compute_sync(int) { __syncthreads(); }
+static int compute_sync_or(int, int v) { return __syncthreads_or(v); }
+#endif
 #define copy_row(dst, src, bar) copy_row_bytes(dst, src, K_DIM, bar)
 
 #include MLA_DECODE_SOURCE
@@ -270,9 +275,8 @@ static void trampoline() {
 static int run_block(int threads) {
   memset(g_shared, 0xff, sizeof g_shared);
   g_bars.clear();
-  g_block = Gate(), g_compute = Gate();
+  g_block = Gate(), g_compute[0] = g_compute[1] = g_compute[2] = g_compute[3] = Gate();
   for (auto& w : g_warp) w = Gate();
-  g_or[0] = g_or[1] = 0;
   if ((int)g_fibers.size() != threads) {
     g_fibers.clear();
     g_fibers.resize(threads);

@@ -35,6 +35,8 @@ CONFIGS = {
     "h16-two-groups": (CudaConfig(16, 2, 3, True, 2), WGMMA),
     "h32-two-groups": (CudaConfig(32, 2, 4, True, 2), WGMMA),
     "h64-two-groups": (CudaConfig(64, 2, 3, True, 2), WGMMA),
+    "h64-apart": (CudaConfig(64, 2, 3, True, 2, apart=True), WGMMA),
+    "h16-apart": (CudaConfig(16, 2, 3, True, 2, apart=True), WGMMA),
 }
 
 

@@ -175,7 +175,7 @@ ARCHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("arch", list(ARCHS))
 def test_compiles_without_spills(arch, heads, tmp_path):
     """NVRTC alone, no header and no GPU; a spill in this loop is a slow kernel."""
