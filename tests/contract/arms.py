@@ -24,9 +24,12 @@ def forced(
     decode: str = "auto", extend: str = "auto", capability: tuple[int, int] = (9, 0)
 ) -> Iterator[pytest.MonkeyPatch]:
     """Our name registered and the paths set; without a GPU, one of `capability` is pretended."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     from sglang_fp8mla import backend, plugin, probe
 
     plugin.register()
+    HookRegistry.apply_hooks()  # what load_plugins does after registering
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_FP8MLA_DECODE_PATH", decode)
         patch.setenv("SGLANG_FP8MLA_EXTEND_PATH", extend)

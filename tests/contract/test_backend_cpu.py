@@ -563,8 +563,9 @@ def test_lse_of_two_dcp_ranks_merges_to_one(path: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(merged, exact, rtol=2**-7, atol=2**-8 * float(exact.abs().max()))
 
 
-def test_the_draft_steps_are_ours_and_see_one_token_more_each(path: str) -> None:
-    """EAGLE/NextN: step i attends to the prefix and the draft tokens up to i, replayed."""
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "replay"])
+def test_the_draft_steps_are_ours_and_see_one_token_more_each(path: str, graph: bool) -> None:
+    """EAGLE/NextN: step i attends to the prefix and the draft tokens up to i."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from sglang_fp8mla import backend as module
@@ -590,14 +591,19 @@ def test_the_draft_steps_are_ours_and_see_one_token_more_each(path: str) -> None
         return batch
 
     with scene.context():
-        draft.init_cuda_graph_state(4, 4)
-        captured = make_batch([1, 1])
-        draft.init_forward_metadata_out_graph(captured, in_capture=True)
-        metadata = [b.forward_metadata for b in draft.attn_backends]
+        if graph:
+            draft.init_cuda_graph_state(4, 4)
+            captured = make_batch([1, 1])
+            draft.init_forward_metadata_out_graph(captured, in_capture=True)
+            metadata = [b.forward_metadata for b in draft.attn_backends]
         for lens in ([5, 9], prefix):
-            draft.init_forward_metadata_out_graph(make_batch(lens))
+            if graph:
+                draft.init_forward_metadata_out_graph(make_batch(lens))
+            else:
+                draft.init_forward_metadata(make_batch(lens))
             for step, child in enumerate(draft.attn_backends):
-                child.forward_metadata = metadata[step]
+                if graph:
+                    child.forward_metadata = metadata[step]
                 requests = [replace(r, slots=r.slots[: n + step + 1]) for r, n in zip(whole, lens)]
                 q = make_q(bs, scene.shape, seed=step)
                 out = child.forward_decode(

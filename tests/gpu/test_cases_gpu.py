@@ -141,7 +141,7 @@ def test_case05_a_tiny_pool_is_no_slower_than_stock() -> None:
 def test_live_slots_past_two_to_the_31(path: str) -> None:
     """All live rows beyond 2**31 elements: slots from 3,728,271 on."""
     first = 2**31 // 576 + 1
-    scene, _ = make_scene(0, slots=first + 4096)
+    scene, _ = make_scene(0, slots=first + 4096, max_context=256)
     slots = [first + int(i) for i in torch.randperm(4096)[:200]]
     scene.write(slots, make_rows(200, scene.shape))
     check_run(scene, make_requests(slots[:70], slots[70:71], slots[71:200], q_lens=None))
