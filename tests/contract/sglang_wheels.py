@@ -15,15 +15,19 @@ from pathlib import Path
 SGLANG_0522 = "0.5.22"
 
 
+# what pip says when no index answers; anything else that it says is a failure to look into
+_NO_ANSWER = ("Retrying (", "Connection", "Temporary failure", "timed out", "Could not connect")
+
+
 class IndexUnreachable(Exception):
-    """pip could not download the wheel; the text is pip's."""
+    """No package index answered; the text is pip's."""
 
 
 def fetch_sglang(version: str) -> Path:
     """The `sglang` package directory of a release; its parent can go first on PYTHONPATH.
 
     Raises:
-        IndexUnreachable: it is not in the cache and pip cannot download it.
+        IndexUnreachable: it is not in the cache and no package index answers.
     """
     given = os.environ.get(f"FP8MLA_TEST_SGLANG_{version.replace('.', '')}")
     if given:
@@ -44,7 +48,10 @@ def fetch_sglang(version: str) -> Path:
         )
         wheels = sorted(cache.glob(f"sglang-{version}-*.whl"))
         if not wheels:
-            raise IndexUnreachable(download.stderr.strip()[-500:])
+            said = download.stderr.strip()[-800:]
+            if any(sign in said for sign in _NO_ANSWER):
+                raise IndexUnreachable(said)
+            raise RuntimeError(f"pip download sglang=={version}: {said}")
         with zipfile.ZipFile(wheels[-1]) as wheel:
             wheel.extractall(target)
     return target / "sglang"

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.sglang
 
 HERE = Path(__file__).parent
 
-_COMMON = {
+COMMON = {
     "vocab_size": 32000,
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -262,7 +262,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     paths = {}
     for name, config in MODELS.items():
         folder = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps({**_COMMON, **config}))
+        (folder / "config.json").write_text(json.dumps({**COMMON, **config}))
         paths[name] = str(folder)
     return paths
 

@@ -6,6 +6,7 @@ Each test runs in a process of its own, because SGLang's registries live as long
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from contract.sglang_wheels import (
     make_distribution,
 )
 from contract.test_audit import installed_package
+from contract.test_integration import COMMON, MODELS
 
 from sglang_fp8mla.integration import FIRST_STEP, LAST_STEP
 
@@ -578,3 +580,56 @@ def test_ray_actors_need_the_hook(plugin_path: str, tmp_path: Path) -> None:
     script = str(tmp_path / "actor.py")
     assert "known: False" in python(script, path=path, env=env).stdout
     assert "known: True" in python(script, "hook", path=path, env=env).stdout
+
+
+_DOORS = {
+    "sglang serve": """
+        import sglang.cli.serve, sglang.launch_server
+        sglang.cli.serve.kill_process_tree = lambda *args, **kwargs: None
+        sglang.launch_server.run_server = show
+        sys.argv = ["sglang", "serve", *words]
+        from sglang.cli.main import main
+        main()
+    """,
+    "python -m sglang.launch_server": """
+        import runpy, sglang.srt.utils, sglang.srt.entrypoints.http_server as http_server
+        sglang.srt.utils.kill_process_tree = lambda *args, **kwargs: None
+        http_server.launch_server = show
+        sys.argv = ["launch_server", *words]
+        runpy.run_module("sglang.launch_server", run_name="__main__")
+    """,
+    "sglang.Engine": """
+        import sglang
+        from sglang.srt.entrypoints.engine import Engine
+        class Shown(Exception): pass
+        def launch(cls, *, server_args, **kwargs):
+            show(server_args)
+            raise Shown
+        Engine._launch_subprocesses = classmethod(launch)
+        keywords = dict(zip(words[::2], words[1::2]))
+        try:
+            sglang.Engine(**{key[2:].replace("-", "_"): value for key, value in keywords.items()})
+        except Shown:
+            pass
+    """,
+}
+
+
+@pytest.mark.parametrize("door", _DOORS)
+def test_every_door_knows_the_name(plugin_path: str, tmp_path: Path, door: str) -> None:
+    """SGLang's own entry points, up to where they would start processes."""
+    (tmp_path / "config.json").write_text(json.dumps({**COMMON, **MODELS["mla"]}))
+    words = ["--model-path", str(tmp_path), "--attention-backend", "flashinfer_mla_fp8"]
+    words += ["--load-format", "dummy", "--device", "cuda"]
+    code = f"""
+import sys
+words = {words!r}
+
+def show(server_args):
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+    server_args.resolve_once()
+    print("door:", attention_backends_of(resolving_view(server_args)))
+
+{textwrap.dedent(_DOORS[door])}
+"""
+    assert "door: ('flashinfer_mla_fp8', 'flashinfer_mla_fp8')" in run_code(code, plugin_path)
