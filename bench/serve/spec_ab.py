@@ -7,7 +7,7 @@ SET is a name of `arms.SETS`; the checkpoint is looked for in $NEXTN, /tmp/nextn
 Boots and takes turns as `bench.serve_overlap` does, arms as `serve_ab.py` reads them; measures
 other things: every token of every request, drafts accepted per verify, and milliseconds per token
 and per target forward. The first arm of each group is what the others of the group are compared
-with; a group is the part of the name before a dot (`eager.stock`, `eager.exact`). Rows go to
+with; a group is the part of the name before a dot (`tp2.stock`, `tp2.exact`). Rows go to
 $OUT/spec.json. Exit 1 when an arm is lost, or when one whose name ends in `.exact` differs in a
 token; other arms say how many tokens agree before the first that does not.
 """

@@ -50,8 +50,8 @@ def test_every_arm_resolves_as_its_groups_stock(tmp_path: Path) -> None:
         assert result["fields"] == {**stock, "attention_backend": ours}, name
     assert results["dummy.exact"]["fields"]["speculative_num_draft_tokens"] == "4"
     assert results["dummy.exact"]["fields"]["load_format"] == "'dummy'"
-    assert results["eager.exact"]["fields"]["load_format"] == "'auto'"
-    graphs = {name: result["fields"]["cuda_graph_config"] for name, result in results.items()}
-    assert graphs["eager.exact"] != graphs["graph.auto"]
+    assert results["nextn1.exact"]["fields"]["load_format"] == "'auto'"
+    assert results["nextn1.exact"]["fields"]["speculative_num_steps"] == "1"
+    assert results["nextn3.auto"]["fields"]["speculative_num_steps"] == "3"
     assert results["dp2.exact"]["fields"]["attn_dp_size"] == "2"
     assert results["dcp2.exact"]["fields"]["dcp_size"] == "2"
