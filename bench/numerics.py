@@ -1,0 +1,193 @@
+"""Errors of every way to attend an FP8 MLA pool, against float64, over kind and nasty data.
+
+    python bench/numerics.py --json FILE        # on a GPU, stock SGLang beside the checkout
+
+Each arm is a backend by name over SGLang's own pool, decode, one layer. Two errors a case, both
+||out - exact|| / ||exact||: `kernel` against float64 on the rows as the pool stores them, `total`
+against float64 on the rows before they were stored. An arm that does not run is a row of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from contract.arms import OURS, forced
+from contract.scene import Scene, Shape, make_requests, ref_attention, shuffled_slots
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def _normal(n: int, g: torch.Generator) -> torch.Tensor:
+    return torch.randn(n, 576, generator=g)
+
+
+def _rms_normed(n: int, g: torch.Generator) -> torch.Tensor:
+    """Latents after DeepSeek's RMSNorm, rope keys of standard deviation 2."""
+    rows = _normal(n, g)
+    rows[:, :512] /= rows[:, :512].pow(2).mean(-1, keepdim=True).sqrt()
+    rows[:, 512:] *= 2
+    return rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows and queries of one request; `q_scale` sets the spread of the logits."""
+
+    name: str
+    kv_len: int
+    make: Callable[[int, torch.Generator], torch.Tensor]
+    q_scale: float = 1.0
+    q_like_row: bool = False  # the query is a row: its key dominates
+
+
+def _outliers(n: int, g: torch.Generator) -> torch.Tensor:
+    rows = _rms_normed(n, g)
+    rows[:, torch.randperm(512, generator=g)[:8]] *= 30
+    return rows
+
+
+def _large_rope(n: int, g: torch.Generator) -> torch.Tensor:
+    """Rope keys up to 1e3 in four channels, as published for MLA models; e4m3 ends at 448."""
+    rows = _rms_normed(n, g)
+    rows[:, 512:516] = (torch.rand(n, 4, generator=g) * 2 - 1) * 1000
+    return rows
+
+
+def _equal(n: int, g: torch.Generator) -> torch.Tensor:
+    return _normal(1, g).expand(n, -1).contiguous()
+
+
+def _tiny(n: int, g: torch.Generator) -> torch.Tensor:
+    """Rows among e4m3's subnormals (below 2**-6)."""
+    return _normal(n, g) * 2.0**-8
+
+
+CASES = (
+    Case("normal 1k", 1024, _normal),
+    Case("normed 1k", 1024, _rms_normed),
+    Case("normed 8k", 8192, _rms_normed),
+    Case("normed 131k", 131072, _rms_normed),
+    Case("outlier channels", 4096, _outliers),
+    Case("rope to 1e3", 4096, _large_rope),
+    Case("logits ~1e-5", 4096, _normal, q_scale=1e-5),
+    Case("logits ~1e2", 4096, _normal, q_scale=1e2 / 24),
+    Case("logits ~1e5", 4096, _normal, q_scale=1e5 / 24),
+    Case("one dominant key", 4096, _normal, q_like_row=True),
+    Case("equal keys", 4096, _equal),
+    Case("subnormals", 4096, _tiny),
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    backend: str
+    path: str = ""
+    kv_dtype: torch.dtype = E4M3
+    page_size: int = 1
+
+
+ARMS = (
+    Arm("stock, bf16 pool", "flashinfer", kv_dtype=BF16),
+    Arm("stock, FP8 pool", "flashinfer"),
+    Arm("gather_cast", OURS, "gather_cast"),
+    Arm("fused", OURS, "fused"),
+    Arm("native", OURS, "native"),
+    Arm("triton, FP8 pool", "triton"),
+    Arm("flashmla, FP8 pool", "flashmla", page_size=64),
+)
+
+
+@contextlib.contextmanager
+def _chosen(arm: Arm) -> Iterator[None]:
+    with forced(arm.path, "auto") if arm.path else contextlib.nullcontext():
+        yield
+
+
+def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def measure(arm: Arm, case: Case, device: str, heads: int, seed: int) -> dict[str, Any]:
+    """Both errors of one arm on one case."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = case.make(case.kv_len, generator)
+    q = torch.randn(1, heads, 576, generator=generator) * case.q_scale
+    if case.q_like_row:
+        q = rows[case.kv_len // 2].expand(1, heads, 576).clone()
+    shape = Shape(
+        heads=heads,
+        kv_dtype=arm.kv_dtype,
+        page_size=arm.page_size,
+        slots=case.kv_len + 1024,
+        max_bs=1,
+        max_context=case.kv_len + 64,
+    )
+    q = q.to(BF16)
+    with _chosen(arm):
+        scene = Scene(arm.backend, shape, device)
+        slots = shuffled_slots(case.kv_len, shape)
+        scene.write(slots, rows)
+        requests = make_requests(slots)
+        # only flashinfer takes q in halves
+        out = scene.run(requests, q, split=arm.backend in ("flashinfer", OURS))[0]
+        stored = scene.expected(requests, q)[0]
+        # what the model hands to the pool is bf16
+        exact = ref_attention(
+            q, rows.to(BF16).double().to(device), ckv=512, sm_scale=shape.sm_scale
+        )[0][0]
+    return {
+        "arm": arm.name,
+        "case": case.name,
+        "kernel": relative(out, stored.to(out.device)),
+        "total": relative(out, exact),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=3, help="the worst of so many seeds is kept")
+    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for arm in ARMS:
+        for case in CASES:
+            if options.cases not in case.name:
+                continue
+            try:
+                found = [
+                    measure(arm, case, options.device, options.heads, seed)
+                    for seed in range(options.seeds)
+                ]
+            except Exception as error:  # an arm that is not at hand here is a row
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                results.append({"arm": arm.name, "case": case.name, "failed": reason})
+            else:
+                results.append(
+                    found[0]
+                    | {name: max(one[name] for one in found) for name in ("kernel", "total")}
+                )
+            print(json.dumps(results[-1]), flush=True)
+    if options.json:
+        machine = {"torch": torch.__version__, "heads": options.heads, "seeds": options.seeds}
+        if torch.cuda.is_available():
+            machine["device"] = torch.cuda.get_device_name()
+        options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
