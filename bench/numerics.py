@@ -155,6 +155,50 @@ def measure(arm: Arm, case: Case, device: str, heads: int, seed: int) -> dict[st
     }
 
 
+def markdown(results: list[dict[str, Any]], error: str) -> str:
+    """A table of `error` (`kernel` or `total`): cases down, arms across."""
+    arms = list(dict.fromkeys(r["arm"] for r in results))
+    cases = list(dict.fromkeys(r["case"] for r in results))
+    cells = {(r["arm"], r["case"]): r for r in results}
+    lines = [f"| {error} | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]
+    for case in cases:
+        row = (cells.get((arm, case), {}).get(error) for arm in arms)
+        lines.append(
+            f"| {case} | " + " | ".join("" if v is None else f"{v:.2g}" for v in row) + " |"
+        )
+    return "\n".join(lines)
+
+
+def plot(results: list[dict[str, Any]], file: Path) -> None:
+    """One dot an arm and case: kernel error to the left, total error to the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    arms = list(dict.fromkeys(r["arm"] for r in results))
+    cases = list(dict.fromkeys(r["case"] for r in results))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    for axis, error in zip(axes, ("kernel", "total")):
+        for arm in arms:
+            own = [r for r in results if r["arm"] == arm and r.get(error)]
+            axis.plot(
+                [r[error] for r in own],
+                [cases.index(r["case"]) for r in own],
+                "o",
+                label=arm,
+                alpha=0.75,
+            )
+        axis.set_xscale("log")
+        axis.set_xlabel(f"{error} error, relative to float64")
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks(range(len(cases)), cases)
+    axes[0].invert_yaxis()
+    axes[1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where to write the results")
@@ -162,7 +206,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="the worst of so many seeds is kept")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--load", type=Path, help="print the tables of an earlier --json instead")
+    parser.add_argument("--plot", type=Path, help="with --load: draw it into this file")
     options = parser.parse_args()
+    if options.load:
+        loaded = json.loads(options.load.read_text())["results"]
+        print(markdown(loaded, "kernel"), markdown(loaded, "total"), sep="\n\n")
+        if options.plot:
+            plot(loaded, options.plot)
+        return
     results: list[dict[str, Any]] = []
     for arm in ARMS:
         for case in CASES:
