@@ -290,14 +290,19 @@ static int run_block(int threads) {
   }
   for (int left = threads, idle = 0; left;) {
     const int before = left;
-    for (int i = 0; i < threads; ++i) {
-      if (g_fibers[i].done) continue;
-      g_now = i, threadIdx = {(unsigned)i, 0, 0};
-      swapcontext(&g_main, &g_fibers[i].ctx);
-      if (g_fibers[i].done) --left;
-    }
+    // one warp at a time, at random, and often the same for long: a race needs one warp far ahead of another
+    static uint64_t seed = 88172645463325252ull;
+    seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+    const int warp = (int)(seed >> 33) % (threads / 32), rounds = 1 << ((seed >> 20) % 9);
+    for (int k = 0; k < rounds; ++k)
+      for (int i = warp * 32; i < warp * 32 + 32; ++i) {
+        if (g_fibers[i].done) continue;
+        g_now = i, threadIdx = {(unsigned)i, 0, 0};
+        swapcontext(&g_main, &g_fibers[i].ctx);
+        if (g_fibers[i].done) --left;
+      }
     idle = left == before ? idle + 1 : 0;
-    if (idle > 1000000) return 1;  // a barrier that not every thread reaches
+    if (idle > 200000) return 1;  // a barrier that not every thread reaches
   }
   return 0;
 }
