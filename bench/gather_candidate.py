@@ -102,18 +102,9 @@ def main() -> None:
         torch.randn(num_slots, 1, 576, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
         for _ in range(layers)
     ]
-    variants = [
-        (module._BLOCK_T, module._CAST_PROGRAMS_PER_SM, module._CAST_WARPS, module._CAST_VECTOR)
-    ]
+    variants = [(module._BLOCK_T, module._CAST_PROGRAMS_PER_SM)]
     if os.environ.get("VARIANTS"):
-        variants = [
-            (t, p, w, v)
-            for v in (8, 16)
-            for w in (2, 4, 8)
-            for t in (2, 4, 8, 16)
-            for p in (8, 16, 32, 64)
-            if 4 <= w * p // 2 <= 64 and t * 2 >= w
-        ]
+        variants = [(t, p) for t in (2, 4, 8, 16) for p in (8, 16, 32, 64)]
     # runs of 64 slots as a paged allocator leaves them (and kernel_ab.py makes them), or lone slots
     shapes = [(1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1)]
     for bs, length, run in shapes:
@@ -124,14 +115,12 @@ def main() -> None:
         live = LiveSlots(num_slots, device)
         workspace = Workspace(num_slots, 576, torch.bfloat16, device)
         list_us = time_graph(partial(live.update, slots, kv_indptr, bs))
-        for block_t, programs, warps, vector in variants:
+        for block_t, programs in variants:
             module._BLOCK_T, module._CAST_PROGRAMS_PER_SM = block_t, programs
-            module._CAST_WARPS, module._CAST_VECTOR = warps, vector
             us = time_graph(partial(fill_all, workspace, pools, live)) / layers
             tb_s = live_tokens * 576 * 3 / us / 1e6
             row = {"shape": f"{bs}x{length}", "run": run, "list_us": round(list_us, 1)}
-            row |= {"block_t": block_t, "programs_per_sm": programs, "warps": warps}
-            row |= {"vector": vector}
+            row |= {"block_t": block_t, "programs_per_sm": programs}
             row |= {"cast_us": round(us, 2), "TB_s": round(tb_s, 3)}
             row |= {"of_copy": round(tb_s / copy_tb_s, 3)}
             print(json.dumps(row), flush=True)
