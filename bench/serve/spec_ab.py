@@ -1,19 +1,21 @@
 """Speculative and parallel servers beside stock's: whole answers, accepted length, ms per step.
 
     python -m bench.serve.make_nextn /tmp/nextn
-    python -m bench.serve.spec_ab --tool ~/p/tools/serve_ab.py --pool 131072 SET|NAME=WORDS ...
+    python -m bench.serve.spec_ab --tool ~/p/tools/serve_ab.py SET|NAME=WORDS ...
 
 SET is a name of `arms.SETS`; the checkpoint is looked for in $NEXTN, /tmp/nextn by default.
 Boots and takes turns as `bench.serve_overlap` does, arms as `serve_ab.py` reads them; measures
 other things: every token of every request, drafts accepted per verify, and milliseconds per token
 and per target forward. The first arm of each group is what the others of the group are compared
 with; a group is the part of the name before a dot (`tp2.stock`, `tp2.exact`). Rows go to
-$OUT/spec.json. Exit 1 when an arm is lost, or when one whose name ends in `.exact` differs in a
-token; other arms say how many tokens agree before the first that does not.
+$OUT/spec.json, and to $OUT/NAME.json as they are measured. Exit 1 when an arm is lost, or when one
+whose name ends in `.exact` differs in a token; other arms say how many tokens agree before the
+first that does not.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -27,6 +29,10 @@ from bench.serve.arms import SETS, expand
 
 # (requests, prompt tokens, new tokens)
 WORKLOADS = ((1, 64, 96), (4, 1024, 64), (3, 4096, 32))
+
+
+def in_out(name: str) -> str:
+    return os.path.join(os.environ.get("OUT", "."), name)
 
 
 def make_prompts(bs: int, length: int) -> list[list[int]]:
@@ -74,6 +80,9 @@ def measure(tool: Any, name: str, words: list[str], options: Any) -> dict[str, A
                 "accept_length": round(sum((new - 1) / v for v in verifies if v) / bs, 3),
                 "ids": [answer["output_ids"] for answer in answers],
             }
+            # a run that is cut short keeps what it measured
+            with open(in_out(f"{name}.json"), "w") as file:
+                json.dump(row, file)
         return row
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -120,6 +129,21 @@ def compare(rows: list[dict[str, Any]]) -> bool:
 
 def main() -> None:
     """Run serve_overlap with our measurement, then compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    # below the ephemeral ports, of which another arm's connection may hold any
+    defaults = {"tool": None, "pool": "131072", "port": "12000", "out": "spec.json"}
+    for option, default in {**defaults, "model": "", "boot": "300", "without": ""}.items():
+        parser.add_argument(f"--{option}", default=default, required=default is None)
+    parser.add_argument("arms", nargs="+", metavar="SET|NAME=WORDS", help=", ".join(SETS))
+    options = vars(parser.parse_args())
+    try:
+        arms = expand(options.pop("arms"), os.environ.get("NEXTN", "/tmp/nextn"))
+    except KeyError as unknown:
+        parser.error(f"SET must be one of {', '.join(SETS)}, got {unknown}")
+    sys.argv[1:] = [f"--{option}={value}" for option, value in options.items()] + arms
+
     load_tool = serve_overlap.load_tool
 
     def load(path: str, port: int) -> Any:
@@ -128,13 +152,8 @@ def main() -> None:
         return tool
 
     serve_overlap.load_tool = load
-    first = next((i for i, w in enumerate(sys.argv[1:], 1) if w in SETS or "=" in w), len(sys.argv))
-    sys.argv[first:] = expand(sys.argv[first:], os.environ.get("NEXTN", "/tmp/nextn"))
-    if "--out" not in sys.argv:
-        sys.argv[1:1] = ["--out", "spec.json"]
-    file = sys.argv[sys.argv.index("--out") + 1]
     serve_overlap.main()
-    with open(os.path.join(os.environ.get("OUT", "."), file)) as result:
+    with open(in_out(options["out"])) as result:
         rows = json.load(result)["rows"]
     sys.exit(0 if compare(rows) else 1)
 
