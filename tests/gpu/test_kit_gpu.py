@@ -17,16 +17,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
+from contract.cpu_sglang import hopper  # noqa: E402
 from gpu.kit_runs import (  # noqa: E402
     KIT,
     MODES,
     RUNS,
     Outcome,
     Run,
+    arms_of,
     drive,
     judge,
     kit_module,
     record,
+    stock_ends,
 )
 from gpu.kit_table import table  # noqa: E402
 
@@ -37,17 +40,21 @@ pytestmark = [
 
 
 def _arms() -> list[Any]:
-    """(run, arm, pool): our name under each path that the run's phase knows.
+    """(run, arm, pool) of ours.
 
-    Runs that lost stock's CUDA context upstream come last, and in them stock is driven after ours.
+    Runs that lost stock's CUDA context upstream come last; in each, stock is driven after ours.
     """
-    params = []
-    for run in sorted(RUNS, key=lambda run: run.risky):
-        paths = ["gather_cast", "native"] + (["fused"] if run.decodes else [])
-        for arm, pool in [("auto", "bf16"), *((path, "e4m3") for path in paths)]:
-            marks = [pytest.mark.sm90] if arm == "native" else []
-            params.append(pytest.param(run, arm, pool, id=f"{run.id}-{arm}-{pool}", marks=marks))
-    return params
+    return [
+        pytest.param(
+            run,
+            arm,
+            pool,
+            id=f"{run.id}-{arm}-{pool}",
+            marks=[pytest.mark.sm90] if arm == "native" else [],
+        )
+        for run in sorted(RUNS, key=lambda run: run.risky)
+        for arm, pool in arms_of(run)
+    ]
 
 
 _stock: dict[tuple[Run, str], Outcome] = {}
@@ -58,6 +65,11 @@ def stock_outcome(run: Run, pool: str) -> Outcome:
     if (run, pool) not in _stock:
         _stock[run, pool] = drive(run, "stock", pool, "cuda")
         write(record(run, "stock", pool, _stock[run, pool]))
+    ends = stock_ends(run)
+    if ends:
+        # a stock that no longer ends here is news for docs/compat.md, and sets us a new mark
+        assert _stock[run, pool].status == "failed"
+        assert ends in _stock[run, pool].reason
     return _stock[run, pool]
 
 
@@ -103,6 +115,33 @@ def test_every_mla_function_of_the_kit_is_driven() -> None:
 def test_every_eager_case_of_the_kit_is_driven() -> None:
     cases = {case.name for case in kit_module("attention_methods.mla_attention").make_mla_cases("")}
     assert cases == {run.base for run in RUNS if run.mode == "eager"}
+
+
+if not torch.cuda.is_available():
+    # real SGLang over FlashInfer's own wrapper, whose kernel is torch; with a GPU the same runs are
+    # driven above, and a test that skips there would count as failed
+
+    @pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(run, id=run.id)
+            for run in RUNS
+            if ("graph" not in run.mode and (stock_ends(run) or run.mode == "draft extend"))
+            or run.id in ("eager: decode_page_boundary", "decode replay: decode_page_boundary")
+        ],
+    )
+    def test_the_harness_on_the_cpu(run: Run) -> None:
+        """Paths, comparisons and the ways in which stock ends, before a GPU is asked."""
+        with hopper():
+            stock = drive(run, "stock", "e4m3", "cpu")
+            assert (stock.status == "failed") == bool(stock_ends(run))
+            assert stock_ends(run) in stock.reason
+            for arm, pool in arms_of(run):
+                if pool == "e4m3":
+                    ours = drive(run, arm, pool, "cpu")
+                    assert ours.status == stock.status
+                    equal = judge(run, arm, pool, ours, stock)
+                    assert equal is (True if arm == "gather_cast" and not stock.error else None)
 
 
 def outcome(status: str = "passed", value: float = 1.0, path: str = "gather_cast") -> Outcome:
