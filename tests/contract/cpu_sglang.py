@@ -431,13 +431,24 @@ class ReferenceRaggedWrapper:
 
 
 @contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors here are small: a second thread only spins, for a third of the time of a run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
 def reference_flashinfer() -> Iterator[pytest.MonkeyPatch]:
     """SGLang's FlashInfer MLA module on the CPU, over the reference wrappers."""
     import flashinfer
     import sglang.srt.layers.attention.flashinfer_mla_backend as stock
 
     ReferenceMLAWrapper.created.clear()
-    with pytest.MonkeyPatch.context() as patch:
+    with _one_thread(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer, "BatchMLAPagedAttentionWrapper", ReferenceMLAWrapper)
         patch.setattr(stock, "torch", CpuTorch())
         patch.setattr(stock, "BatchMLAPagedAttentionWrapper", ReferenceMLAWrapper, raising=False)
@@ -463,7 +474,7 @@ def hopper(major: int = 9, minor: int = 0) -> Iterator[pytest.MonkeyPatch]:
     def capability(_device: Any) -> tuple[int, int]:
         return major, minor
 
-    with pytest.MonkeyPatch.context() as patch:
+    with _one_thread(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(stock, "torch", CpuTorch())
         patch.setattr(
             stock, "BatchMLAPagedAttentionWrapper", BatchMLAPagedAttentionWrapper, raising=False
