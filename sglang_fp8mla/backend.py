@@ -24,6 +24,7 @@ from .checks import Check
 from .envs import Settings, read
 from .kernels.gather_cast import POOL_DTYPES
 from .kernels.mla_decode import MlaDecodePlan
+from .metrics import StepCounters
 from .probe import DECODE, EXTEND, Facts
 from .workspace import LiveSlots, Workspace
 
@@ -145,11 +146,13 @@ class PlanSink:
         wrapper: Any,
         phase: str,
         kv_indptr: torch.Tensor | None,
+        tokens: int,
     ) -> None:
         self._backend = backend
         self._wrapper = wrapper
         self._phase = phase
         self._kv_indptr = kv_indptr
+        self._tokens = tokens
 
     def plan(
         self,
@@ -174,7 +177,14 @@ class PlanSink:
             return
         on_device = kv_indptr if self._kv_indptr is None else self._kv_indptr
         planned = self._backend.note_plan(
-            self._wrapper, self._phase, bs, on_device, kv_indices, num_heads, sm_scale
+            self._wrapper,
+            self._phase,
+            bs,
+            on_device,
+            kv_indices,
+            num_heads,
+            sm_scale,
+            self._tokens,
         )
         if planned.path == "fused":
             return  # our kernel has a plan of its own
@@ -214,7 +224,8 @@ class Fp8IndicesUpdaterDecode(stock.FlashInferMLAIndicesUpdaterDecode):
         lens = kv_indptr if spec_info is None else spec_info.kv_indptr
         if init_metadata_replay and spec_info is not None:
             kwargs = _with_draft_tokens(kwargs, self.attn_backend.draft_tokens)
-        sink = PlanSink(self.attn_backend, wrapper, DECODE, lens[: len(paged_kernel_lens) + 1])
+        lens = lens[: len(paged_kernel_lens) + 1]
+        sink = PlanSink(self.attn_backend, wrapper, DECODE, lens, paged_kernel_lens_sum)
         super().call_begin_forward(
             sink,
             paged_kernel_lens,
@@ -274,7 +285,7 @@ class Fp8IndicesUpdaterPrefill(stock.FlashInferMLAIndicesUpdaterPrefill):
         # the parent plans with this attribute; its causal plans may need padded heads
         heads = probe.plan_heads(self._layer_heads) if reads_pool else self._layer_heads
         self.num_local_heads = heads
-        sink = PlanSink(self.attn_backend, wrapper_paged, EXTEND, None)
+        sink = PlanSink(self.attn_backend, wrapper_paged, EXTEND, None, paged_kernel_lens_sum)
         super().call_begin_forward(
             wrapper_ragged,
             # DFLASH's fast plan writes to the wrapper itself and calls no plan()
@@ -301,6 +312,7 @@ class Fp8IndicesUpdaterPrefill(stock.FlashInferMLAIndicesUpdaterPrefill):
                 fast["kv_indices_buf"],
                 heads,
                 self.scaling,
+                paged_kernel_lens_sum,
             )
 
 
@@ -391,6 +403,13 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
                 pool_dtype=self.pool_dtype,
                 split_len=_INVARIANT_SPLIT if settings.batch_invariant else None,
             )
+        self._counters: StepCounters | None = None
+        server_args = getattr(model_runner, "server_args", None)
+        if (
+            getattr(server_args, "enable_metrics", False)
+            and getattr(model_runner, "tp_rank", 0) == 0
+        ):
+            self._counters = StepCounters(layout.num_layers * layout.dim)
         # host lengths of a fast plan are copied here; one more entry than any batch
         self._kv_indptr_staging = torch.empty_like(self.kv_indptr)
         workspace_bytes = 0 if self._workspace is None else self._workspace.rows.nbytes
@@ -420,6 +439,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         kv_indices: torch.Tensor,
         num_heads: int,
         sm_scale: float,
+        tokens: int,
     ) -> Planned:
         """Prepare one step for all layers: choose the path, list the live slots.
 
@@ -432,6 +452,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
             kv_indices: [>= kv_indptr[bs]] int32, slots.
             num_heads: heads that the wrapper is planned for.
             sm_scale: the softmax scale that the parent plans with.
+            tokens: KV tokens of the batch as the host knows them, for the metrics.
         """
         if kv_indptr.device != kv_indices.device:
             staged = self._kv_indptr_staging[: bs + 1]
@@ -445,6 +466,8 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         elif planned.path == "fused":
             assert self._fused is not None
             self._fused.plan(kv_indptr, bs)
+        if self._counters is not None:
+            self._counters.count(phase, planned.path, tokens)
         return planned
 
     def forward_decode(
