@@ -241,11 +241,11 @@ class Fp8IndicesUpdaterDecode(stock.FlashInferMLAIndicesUpdaterDecode):
 def _with_draft_tokens(plan_kwargs: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
     """The host lengths of a draft step's replay, its draft tokens counted.
 
-    Symptom: from the second replayed draft step on, requests attend to shifted rows and to none of
-    their own draft tokens, which costs acceptance. Cause: sglang 0.5.22 and 0.5.23 hand the draft's
-    fast plan the lengths of the prefix (FlashInferMLAAttnBackend._apply_cuda_graph_metadata), while
-    the indices hold one more token per step. Enough: capture and eager plans count them already.
-    Remove when upstream's replay lengths equal its kv_indptr.
+    Symptom: draft steps attend to shifted rows and to none of their own draft tokens, which costs
+    acceptance. Cause: sglang 0.5.22 and 0.5.23 hand the fast plan of a replay the lengths of the
+    prefix (FlashInferMLAAttnBackend._apply_cuda_graph_metadata), while the indices hold one more
+    token per step; eagerly they plan the prefix alone (`init_forward_metadata` below). Enough:
+    a draft step has no other plan. Remove when upstream's lengths equal its kv_indptr.
     """
     lens = plan_kwargs["kv_len_arr_cpu"] + draft_tokens
     starts = plan_kwargs["kv_indptr_cpu"]
@@ -348,10 +348,10 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         draft_tokens: int = 0,
     ) -> None:
         settings = settings or read()
-        self.draft_tokens = draft_tokens
         self.pool_dtype: torch.dtype = model_runner.kv_cache_dtype
         self._planned: WeakKeyDictionary[Any, Planned] = WeakKeyDictionary()
         active = self.pool_dtype in POOL_DTYPES
+        self.draft_tokens = draft_tokens if active else 0
         if active:
             bad = check_pool(model_runner)
             if bad:
@@ -424,6 +424,23 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
                 workspace_bytes / 2**30,
                 layout.stock_bytes_per_step / 2**30,
             )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Eager metadata, the parent's but for a draft step, which plans its draft tokens too."""
+        if not (self.draft_tokens and forward_batch.forward_mode.is_decode_or_idle()):
+            super().init_forward_metadata(forward_batch)
+            return
+        # `_with_draft_tokens` says why; the parent leaves out `spec_info`, which holds the indices
+        self.indices_updater_decode.update(
+            forward_batch.seq_lens,
+            forward_batch.seq_lens_sum,
+            decode_wrapper=self.decode_wrapper,
+            init_metadata_replay=False,
+            spec_info=forward_batch.spec_info,
+            req_pool_indices=forward_batch.req_pool_indices,
+            plan=forward_batch.kv_loc_plan,
+        )
+        self.forward_metadata = stock.DecodeMetadata(self.decode_wrapper)
 
     def note_empty(self, wrapper: Any) -> None:
         """The batch that `wrapper` was planned for has no requests."""

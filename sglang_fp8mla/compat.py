@@ -101,6 +101,14 @@ BACKEND_NAMES = (
         ("self", "model_runner", "topk", "speculative_num_steps"),
         "its children are replaced by ours",
     ),
+    UpstreamName(
+        _MLA,
+        "FlashInferMLAIndicesUpdaterDecode.update",
+        ("self", "seq_lens", "seq_lens_sum", "decode_wrapper", "init_metadata_replay", "spec_info"),
+        "called for eager draft steps",
+    ),
+    UpstreamName(_MLA, "FlashInferMLAAttnBackend.init_forward_metadata", ("self", "forward_batch")),
+    UpstreamName(_MLA, "DecodeMetadata", ("decode_wrapper",), "set for eager draft steps"),
     UpstreamName(_MLA, "KVWriteLoc.for_batch", (), "where the new row is written"),
     UpstreamName(
         "sglang.srt.layers.attention.attention_registry",
