@@ -45,11 +45,13 @@ SETS: dict[str, tuple[str, ...]] = {
         arm.replace("nextn3.exact", "nextn3.gather_cast")
         for arm in _group("nextn3", _NEXTN, _LOADED, model=_CHECKPOINT)
     ),
-    # one GPU, beside the sets of two
-    "one": (f"one.stock={_STOCK}",),
-    "tp2": _group("tp2", _TWO, auto=False),
-    "dp2": _group("dp2", _TWO, "--dp-size,2,--enable-dp-attention", auto=False),
-    "dcp2": _group("dcp2", _TWO, "--dcp-size,2", auto=False),
+    # the checkpoint too: with dummy weights the tokens hardly depend on attention
+    "one": (f"one.stock={_CHECKPOINT},{_STOCK},{_LOADED}",),
+    "tp2": _group("tp2", _TWO, _LOADED, model=_CHECKPOINT, auto=False),
+    "dp2": _group(
+        "dp2", _TWO, _LOADED, "--dp-size,2,--enable-dp-attention", model=_CHECKPOINT, auto=False
+    ),
+    "dcp2": _group("dcp2", _TWO, _LOADED, "--dcp-size,2", model=_CHECKPOINT, auto=False),
 }
 
 
