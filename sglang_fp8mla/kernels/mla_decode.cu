@@ -575,6 +575,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
         mma_wait<0>();
       }
 
+      // the first columns of V do not depend on p: fetch them over the wait
       const u32 vrow = kv + lane * PITCH + col0 + wq * 16;
       u32 raw[2][4];
       ldsm_t(raw[0], vrow);
@@ -608,25 +609,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
       // m is a reference, not the maximum: it moves only when p would leave fp16, which a segment's first
       // tile and few others cause; all warps then agree on it through shared memory
       bool move = tile == cur.tile;
-      int over = 0;
-      if (!move) over = weigh();
-      u32 a[2][4][4];
-      auto widen = [&](int b) {  // block b of V^T, from raw to fp16; then the bytes of block b + 1
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const u32 x = __byte_perm(raw[i >> 1][2 * (i & 1)], 0, 0x3120), y = __byte_perm(raw[i >> 1][2 * (i & 1) + 1], 0, 0x3120);
-          a[b & 1][i][0] = fp8x2<0>(x);
-          a[b & 1][i][1] = fp8x2<1>(x);
-          a[b & 1][i][2] = fp8x2<0>(y);
-          a[b & 1][i][3] = fp8x2<1>(y);
-        }
-        if (b + 1 < BLOCKS_O) {
-          ldsm_t(raw[0], vrow + (b + 1) * 64);
-          ldsm_t(raw[1], vrow + (b + 1) * 64 + 32 * PITCH);
-        }
-      };
-      widen(0);  // independent of p: over the wait
-      if (!move) move = compute_sync_or(group, over);
+      if (!move) move = compute_sync_or(group, weigh());
       if (move) {
 #pragma unroll
         for (int n = 0; n < NS; ++n)
@@ -670,10 +653,22 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
 
       // O^T: 16 columns of this warp in every block of 64; rows g and g + 8 are columns 2 g and 2 g + 1
       {
+        u32 a[2][4][4];
         const u64 p_half = advance(p_operand, __shfl_sync(~0u, half, 0) * P_BYTES);
 #pragma unroll
         for (int b = 0; b < BLOCKS_O; ++b) {
-          if (b) widen(b);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const u32 x = __byte_perm(raw[i >> 1][2 * (i & 1)], 0, 0x3120), y = __byte_perm(raw[i >> 1][2 * (i & 1) + 1], 0, 0x3120);
+            a[b & 1][i][0] = fp8x2<0>(x);
+            a[b & 1][i][1] = fp8x2<1>(x);
+            a[b & 1][i][2] = fp8x2<0>(y);
+            a[b & 1][i][3] = fp8x2<1>(y);
+          }
+          if (b + 1 < BLOCKS_O) {
+            ldsm_t(raw[0], vrow + (b + 1) * 64);
+            ldsm_t(raw[1], vrow + (b + 1) * 64 + 32 * PITCH);
+          }
 #if BULK
           if (b + 1 == BLOCKS_O) {  // the last bytes are in registers
             __syncwarp();

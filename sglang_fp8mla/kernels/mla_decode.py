@@ -84,7 +84,10 @@ class CudaConfig:
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
-# SM90 by heads of a block, measured on H200 (docs/kernels.md)
+# SM90, by heads of a block, measured on H200 (docs/kernels.md). For one or two requests fewer,
+# deeper blocks win, because fewer parts are merged; for more, two blocks of a multiprocessor do.
+SMALL_BATCH = 2
+_SM90_SMALL = {8: CudaConfig(8, 1, 5, True, 1), 16: CudaConfig(16, 2, 5, True, 1)}
 _SM90 = {
     8: CudaConfig(8, 1, 2, True, 2),
     16: CudaConfig(16, 1, 2, True, 2),
@@ -93,12 +96,15 @@ _SM90 = {
 }
 
 
-def choose_config(capability: tuple[int, int], num_heads: int) -> CudaConfig:
-    """The measured shape for a GPU generation and head count."""
+def choose_config(capability: tuple[int, int], num_heads: int, bs: int) -> CudaConfig:
+    """The measured shape for a GPU generation, head count and batch size."""
     if capability != (9, 0):
         # 99 KB of shared memory (SM86, SM89, SM120) hold two stages and 16 heads
         return CudaConfig(8 if num_heads <= 8 else 16, 1, 2, False, 1)
-    return _SM90[next((heads for heads in _SM90 if num_heads <= heads), 64)]
+    heads = next((heads for heads in _SM90 if num_heads <= heads), 64)
+    if bs <= SMALL_BATCH and heads in _SM90_SMALL:
+        return _SM90_SMALL[heads]
+    return _SM90[heads]
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -194,6 +200,18 @@ def _load_module(device_index: int, arch: str, options: tuple[str, ...]) -> nvrt
         return nvrtc.Module(cubin)
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """A compiled kernel and the grid it runs on."""
+
+    config: CudaConfig
+    module: Any
+    head_blocks: int
+    workers: int
+    threads: int
+    shared: int
+
+
 class MlaDecodePlan:
     """Scratch, plan and launches of one decode shape; `workspace_bytes` is all that it allocates.
 
@@ -207,7 +225,8 @@ class MlaDecodePlan:
     One object serves every batch size up to `max_bs`, and all layers, as long as all its launches
     are ordered on one stream: `plan` overwrites the work list and `run` the partial results.
     Concurrent streams need an object each. `plan` may run inside a captured graph or before its
-    replay.
+    replay; a graph belongs to the batch size of the `plan` before its capture, because the shape
+    of the kernel may depend on it, and is to be replayed after a `plan` of the same size.
 
     Args:
         max_bs: largest batch size that `plan` will get.
@@ -285,32 +304,48 @@ class MlaDecodePlan:
             self.workspace_bytes: int = self._triton.workspace_bytes
             return
         self._triton = None
-        config = choose_config(capability, num_heads) if config is None else config
-        self.config = config
-        self._head_blocks = -(-num_heads // config.heads)
-        slots_of_gpu = self._multiprocessors * config.min_blocks
-        self._workers = min(_MAX_PARTS, max(1, slots_of_gpu // self._head_blocks))
+        arch = architecture(capability) if arch is None else arch
+        # with a split length one shape serves every batch: the results must not depend on the batch
+        sizes = (max_bs,) if split_len is not None else (min(max_bs, SMALL_BATCH), max_bs)
+        configs = [choose_config(capability, num_heads, bs) for bs in sizes]
         self._fixed = 0 if split_len is None else -(-split_len // TILE)
-        slots = max_bs * MAX_SPLITS if self._fixed else 2 * self._workers
-        rows = slots * self._head_blocks * config.heads
+        self._shapes = [
+            self._build(shape, arch, _module)
+            for shape in (dict.fromkeys(configs) if config is None else [config])
+        ]
+        self._active = self._shapes[-1]
+        blocks = self._active
+        workers = max(shape.workers for shape in self._shapes)
+        slots = max_bs * MAX_SPLITS if self._fixed else 2 * workers
+        rows = slots * blocks.head_blocks * blocks.config.heads
         self._part_out = torch.empty(rows * CKV_DIM, dtype=torch.float16, device=self.device)
         self._part_lse = torch.empty(rows, dtype=torch.float32, device=self.device)
-        words = _HEADER + 4 * self._workers + 13 * max_bs + 1
+        words = _HEADER + 4 * workers + 13 * max_bs + 1
         self._plan = torch.zeros(words, dtype=torch.int32, device=self.device)
         self.workspace_bytes = rows * (2 * CKV_DIM + 4) + 4 * words
-        self._shared = config.shared_bytes(kpe_dim)
         self._overlap = capability >= (9, 0)
-        arch = architecture(capability) if arch is None else arch
-        self._threads = config.threads(arch)
-        if _module is None:
+
+    def _build(self, config: CudaConfig, arch: str, module: Any) -> _Shape:
+        """Compile and load one shape; `module` stands in for the compiled one in tests."""
+        import torch
+
+        head_blocks = -(-self.num_heads // config.heads)
+        room = self._multiprocessors * config.min_blocks
+        if module is None:
             options = config.options(
-                kpe_dim=kpe_dim,
-                e5m2=pool_dtype == torch.float8_e5m2,
-                q_bf16=q_dtype == torch.bfloat16,
+                kpe_dim=self.kpe_dim,
+                e5m2=self.pool_dtype == torch.float8_e5m2,
+                q_bf16=self.q_dtype == torch.bfloat16,
             )
-            index = self.device.index or 0
-            _module = _load_module(index, arch, options)
-        self._module = _module
+            module = _load_module(self.device.index or 0, arch, options)
+        return _Shape(
+            config=config,
+            module=module,
+            head_blocks=head_blocks,
+            workers=min(_MAX_PARTS, max(1, room // head_blocks)),
+            threads=config.threads(arch),
+            shared=config.shared_bytes(self.kpe_dim),
+        )
 
     def plan(self, kv_indptr: torch.Tensor, bs: int) -> None:
         """Divide a step's work among the workers: one small launch, no sync.
@@ -336,13 +371,15 @@ class MlaDecodePlan:
         if self._triton is not None:
             self._triton.plan(bs)
             return
-        self._module.launch(
+        if len(self._shapes) == 2:
+            self._active = self._shapes[0 if bs <= SMALL_BATCH else 1]
+        self._active.module.launch(
             "mla_decode_plan",
             (1, 1),
             1024,
             ctypes.c_void_p(kv_indptr.data_ptr()),
             ctypes.c_int(bs),
-            ctypes.c_int(self._workers),
+            ctypes.c_int(self._active.workers),
             ctypes.c_int(self._fixed),
             ctypes.c_int(MAX_SPLITS),
             ctypes.c_int(self.max_bs),
@@ -388,6 +425,7 @@ class MlaDecodePlan:
             self._triton.run(q_nope, q_pe, pool, kv_indices, kv_indptr, out, sm_scale, lse_log2)
             return out
         pe = q_nope if q_pe is None else q_pe
+        shape = self._active
         params = _Params(
             q_nope=q_nope.data_ptr(),
             q_nope_token=q_nope.stride(0),
@@ -407,8 +445,8 @@ class MlaDecodePlan:
             part_lse=self._part_lse.data_ptr(),
             scale_log2=sm_scale * math.log2(math.e),
             heads=self.num_heads,
-            head_blocks=self._head_blocks,
-            workers=self._workers,
+            head_blocks=shape.head_blocks,
+            workers=shape.workers,
             fixed=self._fixed,
             max_splits=MAX_SPLITS,
             max_bs=self.max_bs,
@@ -419,16 +457,16 @@ class MlaDecodePlan:
             params.lse_token = lse_log2.stride(0)
             params.lse_head = lse_log2.stride(1)
         stream = self._stream()
-        self._module.launch(
+        shape.module.launch(
             "mla_decode",
-            (self._workers * self._head_blocks, 1),
-            self._threads,
+            (shape.workers * shape.head_blocks, 1),
+            shape.threads,
             params,
-            shared=self._shared,
+            shared=shape.shared,
             stream=stream,
             overlap=self._overlap,
         )
-        self._module.launch(
+        shape.module.launch(
             "mla_decode_merge",
             (min(2 * self._multiprocessors, 4 * self.num_heads * tokens), 1),
             512,

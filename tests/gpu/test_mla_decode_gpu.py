@@ -17,6 +17,7 @@ SHAPES = {
     "async": (CudaConfig(16, 1, 2, False, 2), None),
     "h8": (CudaConfig(8, 1, 2, True, 2), None),
     "two-groups": (CudaConfig(16, 2, 5, True, 1), None),
+    "h8-five-stages": (CudaConfig(8, 1, 5, True, 1), None),
     "h32": (CudaConfig(32, 2, 4, True, 1), None),
     "h64": (CudaConfig(64, 2, 3, True, 1), None),
     "h64-apart": (CudaConfig(64, 2, 3, True, 1, apart=True), None),

@@ -36,6 +36,10 @@ def make_plan(**options):
     return MlaDecodePlan(**{**defaults, **options})
 
 
+def launched(plan):
+    return plan._active.module.launches
+
+
 def run(plan, case, **changes):
     operands = {
         "q_nope": case.q_nope, "q_pe": case.q_pe, "pool": case.pool, "kv_indices": case.kv_indices,
@@ -117,7 +121,7 @@ def test_run_refuses():
     odd = torch.zeros(2, 16, 513, dtype=torch.bfloat16)[..., :512]
     with pytest.raises(InvalidArgument, match="run: q_nope must have a contiguous last dim"):
         run(plan, case, q_nope=odd)
-    assert plan._module.launches == []
+    assert launched(plan) == []
 
 
 def test_grids_do_not_depend_on_lengths():
@@ -127,15 +131,34 @@ def test_grids_do_not_depend_on_lengths():
         case = make_case(lens, heads=16)
         plan.plan(case.kv_indptr, 2)
         run(plan, case)
-    names = [launch[0] for launch in plan._module.launches]
+    names = [launch[0] for launch in launched(plan)]
     assert names[:3] == ["mla_decode_plan", "mla_decode", "mla_decode_merge"]
-    assert plan._module.launches[:3] == plan._module.launches[3:]
+    assert launched(plan)[:3] == launched(plan)[3:]
+
+
+def test_shape_of_the_kernel_follows_the_batch_size():
+    """Chosen on the host by bs alone, so a graph of one size always has the same grid."""
+    plan, indptr = make_plan(max_bs=64), torch.zeros(65, dtype=torch.int32)
+    workers = []
+    for bs in (1, 2, 3, 64, 0, 1):
+        plan.plan(indptr, bs)
+        workers.append(plan._active.workers)
+    few, many = plan._shapes[0].workers, plan._shapes[1].workers
+    assert few < many
+    assert workers == [few, few, many, many, few, few]
+    held = plan._plan.numel()
+    assert held >= 8 + 4 * many + 13 * 64 + 1, "the larger grid's work list must fit"
+
+
+def test_batch_invariant_mode_has_one_shape():
+    plan = make_plan(max_bs=64, split_len=256)
+    assert [shape.config for shape in plan._shapes] == [choose_config((9, 0), 16, 64)]
 
 
 def test_no_rows_launch_nothing():
     plan, case = make_plan(), make_case([], heads=16)
     run(plan, case)
-    assert plan._module.launches == []
+    assert launched(plan) == []
 
 
 def test_workspace_is_what_is_allocated():
@@ -149,10 +172,11 @@ def test_workspace_is_what_is_allocated():
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_blocks_fit_shared_memory(capability, heads):
     """227 KB on SM90 and SM100, 163 on SM80, 99 on SM86, SM89, SM120; a block reserves 1 KB."""
-    config = choose_config(capability, heads)
+    configs = [choose_config(capability, heads, bs) for bs in (1, 64)]
     total = {(8, 0): 164, (9, 0): 228, (10, 0): 228}.get(capability, 100) * 1024
-    for kpe_dim in (0, 64):
-        assert config.min_blocks * (config.shared_bytes(kpe_dim) + 1024) <= total
+    for config in configs:
+        for kpe_dim in (0, 64):
+            assert config.min_blocks * (config.shared_bytes(kpe_dim) + 1024) <= total
 
 
 def _resources(cubin: bytes, directory: Path) -> dict[str, dict[str, int]]:
@@ -176,12 +200,14 @@ ARCHS = {
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("arch", list(ARCHS))
-def test_compiles_without_spills(arch, heads, tmp_path):
+@pytest.mark.parametrize(
+    ("arch", "bs"), [*((arch, 64) for arch in ARCHS), pytest.param("sm_90a", 1, id="sm_90a-small")]
+)
+def test_compiles_without_spills(arch, heads, bs, tmp_path):
     """NVRTC alone, no header and no GPU; a spill in this loop is a slow kernel."""
     pytest.importorskip("cuda.bindings.nvrtc")
     assert mla_decode.architecture(ARCHS[arch]) == arch
-    config = choose_config(ARCHS[arch], heads)
+    config = choose_config(ARCHS[arch], heads, bs)
     options = config.options(kpe_dim=64, e5m2=False, q_bf16=True)
     cubin = nvrtc.compile_cubin(mla_decode.cuda_source(), arch=arch, options=options)
     for name, usage in _resources(cubin, tmp_path).items():
