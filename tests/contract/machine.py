@@ -103,9 +103,9 @@ class Machine:
     # forwards -----------------------------------------------------------------------------------
 
     def rand(self, *size: int) -> torch.Tensor:
-        """Normal numbers that depend on the step alone."""
-        generator = torch.Generator().manual_seed(1000 + self.steps)
-        return torch.randn(*size, generator=generator)
+        """Normal numbers that depend on the step alone, made where they are used."""
+        generator = torch.Generator(self.scene.device).manual_seed(1000 + self.steps)
+        return torch.randn(*size, generator=generator, device=self.scene.device)
 
     def forward(self, requests: list[Request], mode: str, graph: int = 0) -> None:
         """One step over all layers; the last `q_len` slots of each request are new."""
