@@ -1,6 +1,7 @@
 """Errors of every way to attend an FP8 MLA pool, against float64, over kind and nasty data.
 
     python bench/numerics.py --json FILE        # on a GPU, stock SGLang beside the checkout
+    python bench/numerics.py --storage          # on any CPU: what each pool dtype loses, no kernel
 
 Each arm is a backend by name over SGLang's own pool, decode, one layer. Two errors a case, both
 ||out - exact|| / ||exact||: `kernel` against float64 on the rows as the pool stores them, `total`
@@ -119,13 +120,36 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def measure(arm: Arm, case: Case, device: str, heads: int, seed: int) -> dict[str, Any]:
-    """Both errors of one arm on one case."""
+def make_request(case: Case, heads: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [kv_len, 576] float32 and q [1, heads, 576] bf16 of a case."""
     generator = torch.Generator().manual_seed(seed)
     rows = case.make(case.kv_len, generator)
     q = torch.randn(1, heads, 576, generator=generator) * case.q_scale
     if case.q_like_row:
         q = rows[case.kv_len // 2].expand(1, heads, 576).clone()
+    return rows, q.to(BF16)
+
+
+def measure_storage(case: Case, heads: int, seeds: int) -> dict[str, Any]:
+    """`total` of a kernel without error: float64 over rows as each dtype stores them."""
+    found: dict[str, Any] = {"case": case.name}
+    for name, dtype in (("e4m3", E4M3), ("e5m2", torch.float8_e5m2)):
+        errors = []
+        for seed in range(seeds):
+            rows, q = make_request(case, heads, seed)
+            rows = rows.to(BF16)
+            exact, stored = (
+                ref_attention(q, r.double(), ckv=512, sm_scale=576**-0.5)[0]
+                for r in (rows, rows.to(dtype).to(BF16))
+            )
+            errors.append(relative(stored, exact))
+        found[name] = max(errors)
+    return found
+
+
+def measure(arm: Arm, case: Case, device: str, heads: int, seed: int) -> dict[str, Any]:
+    """Both errors of one arm on one case."""
+    rows, q = make_request(case, heads, seed)
     shape = Shape(
         heads=heads,
         kv_dtype=arm.kv_dtype,
@@ -134,7 +158,6 @@ def measure(arm: Arm, case: Case, device: str, heads: int, seed: int) -> dict[st
         max_bs=1,
         max_context=case.kv_len + 64,
     )
-    q = q.to(BF16)
     with _chosen(arm):
         scene = Scene(arm.backend, shape, device)
         slots = shuffled_slots(case.kv_len, shape)
@@ -206,6 +229,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="the worst of so many seeds is kept")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--storage", action="store_true", help="what the pool's dtype alone loses")
     parser.add_argument("--load", type=Path, help="print the tables of an earlier --json instead")
     parser.add_argument("--plot", type=Path, help="with --load: draw it into this file")
     options = parser.parse_args()
@@ -214,6 +238,11 @@ def main() -> None:
         print(markdown(loaded, "kernel"), markdown(loaded, "total"), sep="\n\n")
         if options.plot:
             plot(loaded, options.plot)
+        return
+    if options.storage:
+        for case in CASES:
+            if options.cases in case.name:
+                print(json.dumps(measure_storage(case, options.heads, options.seeds)), flush=True)
         return
     results: list[dict[str, Any]] = []
     for arm in ARMS:
