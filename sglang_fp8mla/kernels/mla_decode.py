@@ -202,7 +202,7 @@ def _load_module(device_index: int, arch: str, options: tuple[str, ...]) -> nvrt
 
 @dataclass(frozen=True)
 class _Shape:
-    """A compiled kernel and the grid it runs on."""
+    """A compiled kernel, the grid it runs on, and its work list on the device."""
 
     config: CudaConfig
     module: Any
@@ -210,6 +210,7 @@ class _Shape:
     workers: int
     threads: int
     shared: int
+    work: torch.Tensor
 
 
 class MlaDecodePlan:
@@ -225,8 +226,7 @@ class MlaDecodePlan:
     One object serves every batch size up to `max_bs`, and all layers, as long as all its launches
     are ordered on one stream: `plan` overwrites the work list and `run` the partial results.
     Concurrent streams need an object each. `plan` may run inside a captured graph or before its
-    replay; a graph belongs to the batch size of the `plan` before its capture, because the shape
-    of the kernel may depend on it, and is to be replayed after a `plan` of the same size.
+    replay. The kernel's shape depends on the rows of q alone, so a captured graph keeps its grid.
 
     Args:
         max_bs: largest batch size that `plan` will get.
@@ -313,15 +313,15 @@ class MlaDecodePlan:
             self._build(shape, arch, _module)
             for shape in (dict.fromkeys(configs) if config is None else [config])
         ]
-        self._active = self._shapes[-1]
-        blocks = self._active
-        workers = max(shape.workers for shape in self._shapes)
-        slots = max_bs * MAX_SPLITS if self._fixed else 2 * workers
-        rows = slots * blocks.head_blocks * blocks.config.heads
+        parts = [
+            (max_bs * MAX_SPLITS if self._fixed else 2 * shape.workers)
+            * (shape.head_blocks * shape.config.heads)
+            for shape in self._shapes
+        ]
+        rows = max(parts)
         self._part_out = torch.empty(rows * CKV_DIM, dtype=torch.float16, device=self.device)
         self._part_lse = torch.empty(rows, dtype=torch.float32, device=self.device)
-        words = _HEADER + 4 * workers + 13 * max_bs + 1
-        self._plan = torch.zeros(words, dtype=torch.int32, device=self.device)
+        words = sum(shape.work.numel() for shape in self._shapes)
         self.workspace_bytes = rows * (2 * CKV_DIM + 4) + 4 * words
         self._overlap = capability >= (9, 0)
 
@@ -331,6 +331,8 @@ class MlaDecodePlan:
 
         head_blocks = -(-self.num_heads // config.heads)
         room = self._multiprocessors * config.min_blocks
+        workers = min(_MAX_PARTS, max(1, room // head_blocks))
+        words = _HEADER + 4 * workers + 13 * self.max_bs + 1
         if module is None:
             options = config.options(
                 kpe_dim=self.kpe_dim,
@@ -342,13 +344,14 @@ class MlaDecodePlan:
             config=config,
             module=module,
             head_blocks=head_blocks,
-            workers=min(_MAX_PARTS, max(1, room // head_blocks)),
+            workers=workers,
             threads=config.threads(arch),
             shared=config.shared_bytes(self.kpe_dim),
+            work=torch.zeros(words, dtype=torch.int32, device=self.device),
         )
 
     def plan(self, kv_indptr: torch.Tensor, bs: int) -> None:
-        """Divide a step's work among the workers: one small launch, no sync.
+        """Divide a step's work among the workers: one small launch per shape, no sync.
 
         Args:
             kv_indptr: [>= bs + 1] int32 on the device, prefix sums of lengths. Read when the
@@ -371,21 +374,21 @@ class MlaDecodePlan:
         if self._triton is not None:
             self._triton.plan(bs)
             return
-        if len(self._shapes) == 2:
-            self._active = self._shapes[0 if bs <= SMALL_BATCH else 1]
-        self._active.module.launch(
-            "mla_decode_plan",
-            (1, 1),
-            1024,
-            ctypes.c_void_p(kv_indptr.data_ptr()),
-            ctypes.c_int(bs),
-            ctypes.c_int(self._active.workers),
-            ctypes.c_int(self._fixed),
-            ctypes.c_int(MAX_SPLITS),
-            ctypes.c_int(self.max_bs),
-            ctypes.c_void_p(self._plan.data_ptr()),
-            stream=self._stream(),
-        )
+        # for both shapes: a graph keeps the one of its capture, whatever batch sizes came since
+        for shape in self._shapes:
+            shape.module.launch(
+                "mla_decode_plan",
+                (1, 1),
+                1024,
+                ctypes.c_void_p(kv_indptr.data_ptr()),
+                ctypes.c_int(bs),
+                ctypes.c_int(shape.workers),
+                ctypes.c_int(self._fixed),
+                ctypes.c_int(MAX_SPLITS),
+                ctypes.c_int(self.max_bs),
+                ctypes.c_void_p(shape.work.data_ptr()),
+                stream=self._stream(),
+            )
 
     def run(
         self,
@@ -425,7 +428,7 @@ class MlaDecodePlan:
             self._triton.run(q_nope, q_pe, pool, kv_indices, kv_indptr, out, sm_scale, lse_log2)
             return out
         pe = q_nope if q_pe is None else q_pe
-        shape = self._active
+        shape = self._shapes[0 if tokens <= SMALL_BATCH else -1]
         params = _Params(
             q_nope=q_nope.data_ptr(),
             q_nope_token=q_nope.stride(0),
@@ -437,7 +440,7 @@ class MlaDecodePlan:
             pool_row=pool.stride(0),
             kv_indices=kv_indices.data_ptr(),
             kv_indptr=kv_indptr.data_ptr(),
-            plan=self._plan.data_ptr(),
+            plan=shape.work.data_ptr(),
             out=out.data_ptr(),
             out_token=out.stride(0),
             out_head=out.stride(1),

@@ -58,16 +58,19 @@ class EmulatedModule:
 
 
 @cache
-def build(config, target, kpe_dim, e5m2, q_bf16, directory):
-    key = f"{config}{target}{kpe_dim}{e5m2}{q_bf16}"
-    out = Path(directory) / f"{abs(hash(key)):x}.so"
-    options = config.options(kpe_dim=kpe_dim, e5m2=e5m2, q_bf16=q_bf16)
+def compile_options(options, target, directory):
+    out = Path(directory) / f"{abs(hash((options, target))):x}.so"
     subprocess.run(
         ["g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC", *target, *options,
          f'-DMLA_DECODE_SOURCE="{SOURCE}"', str(HERE / "mla_decode_emulator.cpp"), "-o", str(out)],
         check=True,
     )  # fmt: skip
     return EmulatedModule(out)
+
+
+def build(config, target, kpe_dim, e5m2, q_bf16, directory):
+    options = config.options(kpe_dim=kpe_dim, e5m2=e5m2, q_bf16=q_bf16)
+    return compile_options(options, target, directory)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +173,26 @@ def test_merges_many_parts(workers, kv_len, build_dir):
     )  # fmt: skip
     attend(plan, case)
     check_case(case)
+
+
+@pytest.mark.parametrize("heads", [3, 12])
+def test_both_shapes_of_the_shipped_choice(heads, build_dir, monkeypatch):
+    """One plan object, batches of one and of four rows in turn: each by its own kernel and grid."""
+
+    def emulated(index, arch, options):
+        assert arch == "sm_90a"
+        return compile_options(options, WGMMA, build_dir)
+
+    monkeypatch.setattr(mla_decode, "_load_module", emulated)
+    plan = MlaDecodePlan(
+        max_bs=4, num_heads=heads, device="cpu", q_dtype=torch.bfloat16,
+        pool_dtype=torch.float8_e4m3fn, backend="cuda",
+    )  # fmt: skip
+    assert len(plan._shapes) == 2
+    for kv_lens in ([500], [90, 0, 200, 1], [300], [64, 64, 64, 64]):
+        case = make_case(kv_lens, heads=heads)
+        attend(plan, case)
+        check_case(case, name=str(kv_lens))
 
 
 def test_one_plan_serves_every_batch_size(build_dir):

@@ -37,7 +37,7 @@ def make_plan(**options):
 
 
 def launched(plan):
-    return plan._active.module.launches
+    return plan._shapes[0].module.launches  # the recorder is the same for all shapes
 
 
 def run(plan, case, **changes):
@@ -132,22 +132,29 @@ def test_grids_do_not_depend_on_lengths():
         plan.plan(case.kv_indptr, 2)
         run(plan, case)
     names = [launch[0] for launch in launched(plan)]
-    assert names[:3] == ["mla_decode_plan", "mla_decode", "mla_decode_merge"]
-    assert launched(plan)[:3] == launched(plan)[3:]
+    assert names[:4] == ["mla_decode_plan", "mla_decode_plan", "mla_decode", "mla_decode_merge"]
+    assert launched(plan)[:4] == launched(plan)[4:]
 
 
-def test_shape_of_the_kernel_follows_the_batch_size():
-    """Chosen on the host by bs alone, so a graph of one size always has the same grid."""
-    plan, indptr = make_plan(max_bs=64), torch.zeros(65, dtype=torch.int32)
-    workers = []
-    for bs in (1, 2, 3, 64, 0, 1):
-        plan.plan(indptr, bs)
-        workers.append(plan._active.workers)
-    few, many = plan._shapes[0].workers, plan._shapes[1].workers
-    assert few < many
-    assert workers == [few, few, many, many, few, few]
-    held = plan._plan.numel()
-    assert held >= 8 + 4 * many + 13 * 64 + 1, "the larger grid's work list must fit"
+def test_shape_of_the_kernel_follows_the_rows():
+    """A graph of 64 rows keeps its grid although a batch of one was planned last."""
+    plan = make_plan(max_bs=64)
+    few, many = plan._shapes
+    assert few.workers < many.workers
+    for rows in (1, 2, 3, 64, 1):
+        case = make_case([5] * rows, heads=16)
+        run(plan, case)
+        plan.plan(torch.zeros(2, dtype=torch.int32), 1)
+    grids = [launch[1][0] for launch in launched(plan) if launch[0] == "mla_decode"]
+    assert grids == [few.workers, few.workers, many.workers, many.workers, few.workers]
+
+
+def test_every_shape_has_its_own_work_list():
+    plan = make_plan(max_bs=64)
+    few, many = plan._shapes
+    assert few.work.data_ptr() != many.work.data_ptr()
+    for shape in plan._shapes:
+        assert shape.work.numel() == 8 + 4 * shape.workers + 13 * 64 + 1
 
 
 def test_batch_invariant_mode_has_one_shape():
@@ -164,7 +171,7 @@ def test_no_rows_launch_nothing():
 def test_workspace_is_what_is_allocated():
     for options in ({}, {"split_len": 256}, {"num_heads": 128}):
         plan = make_plan(**options)
-        held = [plan._part_out, plan._part_lse, plan._plan]
+        held = [plan._part_out, plan._part_lse, *(shape.work for shape in plan._shapes)]
         assert plan.workspace_bytes == sum(x.numel() * x.element_size() for x in held)
 
 
