@@ -8,8 +8,11 @@ as in a server; a test that breaks a kernel clears `probe.run_probe` before and 
 from __future__ import annotations
 
 import contextlib
+import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,14 +47,34 @@ def forced(
         yield patch
 
 
+def write_profile(file: Path, decode: dict[int, str], extend: str, sm: str = "SM90") -> str:
+    """A measured table that takes `decode`'s paths by batch size; returns the file's name."""
+    rules = [{"max_heads": 128, "max_batch": n, "path": path} for n, path in decode.items()]
+    entry = {
+        "source": "a test",
+        "decode": rules,
+        "extend": [{"max_heads": 128, "max_batch": 1 << 20, "path": extend}],
+    }
+    file.write_text(json.dumps({"schema": 1, "generations": {sm: entry}}))
+    return str(file)
+
+
 @contextlib.contextmanager
 def arm(name: str) -> Iterator[str]:
-    """`stock` or a path of ours; gives the registered backend name to build with.
+    """`stock`, a path of ours, or `mixed`; gives the registered backend name to build with.
 
-    `fused` has no extend phase: there `auto` decides.
+    `fused` has no extend phase: there `auto` decides. `mixed` takes another path for each size of
+    a decode batch: one request `fused`, up to three `native`, more `gather_cast`.
     """
     if name == "stock":
         yield STOCK
+        return
+    if name == "mixed":
+        with tempfile.TemporaryDirectory() as folder, forced() as patch:
+            decode = {1: "fused", 3: "native", 1 << 20: "gather_cast"}
+            file = write_profile(Path(folder) / "profile.json", decode, "native")
+            patch.setenv("SGLANG_FP8MLA_PROFILE", file)
+            yield OURS
         return
     with forced(name, "auto" if name == "fused" else name):
         yield OURS

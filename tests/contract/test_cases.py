@@ -7,7 +7,6 @@ only a GPU can show whole have their other half in `tests/gpu/test_cases_gpu.py`
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import os
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.arms import OURS, STOCK, arm, forced
+from contract.arms import OURS, STOCK, arm, forced, write_profile
 from contract.cases import case
 from contract.cpu_sglang import hopper
 from contract.scene import (
@@ -610,19 +609,6 @@ def fresh_probe() -> Iterator[Any]:
     probe.run_probe.cache_clear()
 
 
-def profile_preferring(path: str, tmp_path: Path) -> str:
-    rule = {"max_heads": 128, "max_batch": 1 << 20, "path": path}
-    data = {
-        "schema": 1,
-        "generations": {
-            "SM90": {"source": "a test", "decode": [rule], "extend": [rule]},
-        },
-    }
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(data))
-    return str(file)
-
-
 @case(27, 28)
 @pytest.mark.parametrize(
     ("error", "fix"),
@@ -656,7 +642,10 @@ def test_case27_case28_a_kernel_that_does_not_build_is_fallen_back_from(
 
         for module in (fa2_backend, fa3_backend):
             patch.setattr(module, "get_batch_mla_module", broken)
-        environment.setenv("SGLANG_FP8MLA_PROFILE", profile_preferring("native", tmp_path))
+        environment.setenv(
+            "SGLANG_FP8MLA_PROFILE",
+            write_profile(tmp_path / "profile.json", {1 << 20: "native"}, "native"),
+        )
         with caplog.at_level(logging.INFO, "sglang_fp8mla"):
             scene, slots = make_scene(10)
         for phase in ("decode", "extend"):
@@ -812,7 +801,10 @@ def test_case32_case33_native_is_refused_with_its_reason(
 ) -> None:
     """Where the table prefers native, `auto` says why it does not take it."""
     with hopper(), forced() as environment:
-        environment.setenv("SGLANG_FP8MLA_PROFILE", profile_preferring("native", tmp_path))
+        environment.setenv(
+            "SGLANG_FP8MLA_PROFILE",
+            write_profile(tmp_path / "profile.json", {1 << 20: "native"}, "native"),
+        )
         with caplog.at_level(logging.INFO, "sglang_fp8mla"):
             scene, slots = make_scene(10, **shape)
         assert scene.backend.decision.decode.paths == ("gather_cast",)

@@ -50,6 +50,8 @@ class Serving(RuleBasedStateMachine):
         assert name == OURS
         shape = Shape(heads=4, page_size=page_size, slots=160, max_bs=6, max_context=64, layers=2)
         scene = Scene(name, shape)
+        if self.path == "mixed":
+            assert scene.backend.decision.decode.paths == ("fused", "native", "gather_cast")
         self.machine = Machine(scene, self.pick, (1, 4) if graphs else ())
         self.last = ""
         self.data = data
@@ -92,7 +94,7 @@ for _operation, _weight in WEIGHTS.items():
 
 
 # of 30 steps each; native has no interpreted kernel and is quick
-EXAMPLES = {"gather_cast": 6, "native": 12, "fused": 4}
+EXAMPLES = {"gather_cast": 6, "native": 12, "fused": 4, "mixed": 5}
 
 
 @pytest.mark.parametrize("path", EXAMPLES)

@@ -21,14 +21,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-# of each of twelve arrangements: 2,000 a path
+# of each of sixteen arrangements: 2,000 a path
 STEPS = 500
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize(
-    "path", ["gather_cast", pytest.param("native", marks=pytest.mark.sm90), "fused"]
+    "path",
+    [
+        "gather_cast",
+        "fused",
+        pytest.param("native", marks=pytest.mark.sm90),
+        pytest.param("mixed", marks=pytest.mark.sm90),
+    ],
 )
 def test_serves_like_the_model(path: str, page_size: int, graphs: bool) -> None:
     """Half of the steps at 16 heads, half at 20, which need padding in extend."""
