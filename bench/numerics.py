@@ -110,6 +110,10 @@ ARMS = (
 )
 
 
+# how an arm says that it cannot run here: a library that is missing, a shape, an assertion
+NOT_AT_HAND = (ImportError, OSError, RuntimeError, ValueError, TypeError, AssertionError)
+
+
 @contextlib.contextmanager
 def _chosen(arm: Arm) -> Iterator[None]:
     with forced(arm.path, "auto") if arm.path else contextlib.nullcontext():
@@ -254,7 +258,7 @@ def main() -> None:
                     measure(arm, case, options.device, options.heads, seed)
                     for seed in range(options.seeds)
                 ]
-            except Exception as error:  # an arm that is not at hand here is a row
+            except NOT_AT_HAND as error:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
                 results.append({"arm": arm.name, "case": case.name, "failed": reason})
             else:
