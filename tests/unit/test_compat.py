@@ -128,9 +128,12 @@ def test_a_kernel_that_does_not_build_is_a_finding(monkeypatch, problem, found, 
 
 
 @pytest.mark.parametrize("error", [0.02, float("nan"), float("inf")])
+@pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.usefixtures("fresh_probe")
-def test_a_wrong_answer_is_a_finding(monkeypatch, error):
-    monkeypatch.setattr(probe, "_relative_rms", lambda *args: error)
+def test_a_wrong_answer_to_either_batch_is_a_finding(monkeypatch, error, wrong):
+    errors = [1e-3, 1e-3]
+    errors[wrong] = error
+    monkeypatch.setattr(probe, "_relative_rms", lambda *args: errors.pop(0))
     assert not probe.run_probe("native", "decode", FACTS, "cpu").ok
 
 
@@ -140,10 +143,10 @@ def test_the_finding_is_kept_and_metadata_comes_first(monkeypatch):
     monkeypatch.setattr(probe, "_relative_rms", lambda *args: calls.append(args) or 1e-3)
     for _ in range(3):
         assert probe.run_probe("native", "decode", FACTS, "cpu").ok
-    assert len(calls) == 1
+    assert len(calls) == 2, "one call a batch, once"
     wide = probe.Facts("x", (12, 0), 16, 512, 64, "bfloat16", "float8_e4m3fn")
     assert not probe.run_probe("native", "decode", wide, "cpu").ok
-    assert len(calls) == 1, "a kernel ran that metadata had refused"
+    assert len(calls) == 2, "a kernel ran that metadata had refused"
 
 
 def test_a_check_reads_as_one_line():
