@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import threading
+from http.client import HTTPException
 from typing import Any
 
 from sglang_fp8mla.machine import machine
@@ -76,7 +77,7 @@ def run_arm(tool: Any, name: str, words: list[str], options: Any, turns: Turns, 
     options.without = ",".join([*options.without.split(","), *dropped])
     try:
         row = tool.measure(name, words, options)
-    except Exception as problem:  # the other arms go on
+    except (OSError, ValueError, LookupError, HTTPException) as problem:  # the other arms go on
         row = {"arm": name, "error": repr(problem)[:500]}
     finally:
         if state["turn"]:
@@ -97,7 +98,8 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--boot", type=float, default=300)
     parser.add_argument("--without", default="")
-    parser.add_argument("--port", type=int, default=30000, help="port of the first arm")
+    # below the ephemeral ports: a client can connect to itself on one of those
+    parser.add_argument("--port", type=int, default=12000, help="port of the first arm")
     parser.add_argument("--out", default="serve.json", help="file name under $OUT")
     parser.add_argument("arms", nargs="+", metavar="NAME=WORDS")
     options = parser.parse_args()

@@ -6,7 +6,7 @@ part default 300 python3 -m bench.serve_overlap --tool "$TOOL" --boot 240 --port
   --without disable-prefill-cuda-graph,disable-radix-cache stock="$STOCK" auto="$OURS" &
 SERVERS=$!
 TEST="python3 -m pytest -q --require-gpu -p no:cacheprovider --maxfail=20 --tb=short"
-for file in test_mla_decode_gpu test_gather_cast_gpu test_cases_gpu; do part $file 100 $TEST tests/gpu/$file.py; done
+for file in test_mla_decode_gpu test_gather_cast_gpu test_cases_gpu; do part $file 120 $TEST tests/gpu/$file.py; done
 wait $SERVERS
 at servers
 cut -c1-300 "$OUT/default.log"

@@ -1,22 +1,19 @@
 #!/usr/bin/env bash
-# Two H200s: speculation on the second while tests run on the first, then two-GPU servers. See README.md.
+# Two H200s: NextN on the second while the kit runs on the first, then two-GPU servers. See README.md.
 source bench/h200/env.sh
 python3 -m sglang_fp8mla.machine
-(
-  export CUDA_VISIBLE_DEVICES=1
-  python3 -m bench.serve.make_nextn /tmp/nextn --layers 61
-  part nextn 210 python3 -m bench.serve.spec_ab --tool "$TOOL" --port 20000 --pool 131072 --boot 180 \
-    nextn-eager nextn-graph
-) &
+AB="python3 -m bench.serve.spec_ab --tool $TOOL"
+python3 -m bench.serve.make_nextn /tmp/nextn
+CUDA_VISIBLE_DEVICES=1 part nextn 230 $AB --boot 150 nextn-one nextn-three &
 NEXTN=$!
-TEST="python3 -m pytest -q --require-gpu -p no:cacheprovider --maxfail=20 --tb=short"
-for file in test_kit_gpu test_state_machine_gpu; do
-  CUDA_VISIBLE_DEVICES=0 part $file 100 $TEST tests/gpu/$file.py
-done
+CUDA_VISIBLE_DEVICES=0 part kit 130 bash tests/gpu/kit.sh
+CUDA_VISIBLE_DEVICES=0 part state 100 python3 -m pytest -q --require-gpu -p no:cacheprovider \
+  --maxfail=4 --tb=short tests/gpu/test_state_machine_gpu.py
 wait $NEXTN
 at nextn
 grep -v '^{' "$OUT/nextn.log" | tail -n 20
-part parallel 250 python3 -m bench.serve.spec_ab --tool "$TOOL" --port 24000 --pool 131072 --boot 200 one tp2 dp2 dcp2
-grep -v '^{' "$OUT/parallel.log" | tail -n 24
+# DP attention first: its long prompts differed from TP's once, and stock's own run was cut
+part parallel 250 $AB --port 22000 --boot 200 dp2 dcp2 tp2 one
 at parallel
+grep -v '^{' "$OUT/parallel.log" | tail -n 24
 pack
