@@ -469,7 +469,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
             kv_indices: [>= kv_indptr[bs]] int32, slots.
             num_heads: heads that the wrapper is planned for.
             sm_scale: the softmax scale that the parent plans with.
-            tokens: KV tokens of the batch as the host knows them, for the metrics.
+            tokens: KV tokens of the batch as the host knows them; no result depends on it.
         """
         if kv_indptr.device != kv_indices.device:
             staged = self._kv_indptr_staging[: bs + 1]
@@ -479,7 +479,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         self._planned[wrapper] = planned
         if planned.path == "gather_cast":
             assert self._live is not None
-            self._live.update(kv_indices, kv_indptr, bs)
+            self._live.update(kv_indices, kv_indptr, bs, tokens)
         elif planned.path == "fused":
             assert self._fused is not None
             self._fused.plan(kv_indptr, bs)

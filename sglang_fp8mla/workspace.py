@@ -24,13 +24,21 @@ class LiveSlots:
         self._owner = torch.empty(num_slots, dtype=torch.int32, device=device)
         self.slots = torch.empty(num_slots, dtype=torch.int32, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.bound: int | None = None
 
     @property
     def nbytes(self) -> int:
         return self._owner.nbytes + self.slots.nbytes + self.count.nbytes
 
-    def update(self, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, bs: int) -> None:
-        """List the slots of a batch; arguments as `list_live_slots` takes them."""
+    def update(
+        self,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        bs: int,
+        bound: int | None = None,
+    ) -> None:
+        """List the slots of a batch; arguments as `list_live_slots` and `gather_cast` take them."""
+        self.bound = bound
         list_live_slots(kv_indices, kv_indptr, bs, self._owner, self.slots, self.count)
 
 
@@ -84,7 +92,7 @@ class Workspace:
 
     def fill(self, pool: torch.Tensor, live: LiveSlots) -> torch.Tensor:
         """Cast the live rows of one layer's `pool` and return all rows, `[num_slots, 1, dim]`."""
-        return gather_cast(pool, live.slots, live.count, self.rows)
+        return gather_cast(pool, live.slots, live.count, self.rows, bound=live.bound)
 
 
 def require_memory(wanted_bytes: int, device: torch.device) -> None:

@@ -216,8 +216,24 @@ def list_live_slots(
     )
 
 
+def _cast_programs(device: torch.device, bound: int | None) -> int:
+    """Programs of a cast: fixed where a graph is captured, else cut to what the host knows."""
+    sms, _ = _device_facts(device)
+    if not sms:
+        return _INTERPRETED_PROGRAMS
+    # a graph replays with other counts than it was captured with
+    if bound is None or torch.cuda.is_current_stream_capturing():
+        return sms * _CAST_PROGRAMS_PER_SM
+    return max(1, min(-(-bound // _BLOCK_T), sms * _CAST_PROGRAMS_PER_SM * 2))
+
+
 def gather_cast(
-    pool: torch.Tensor, live_slots: torch.Tensor, count: torch.Tensor, out: torch.Tensor
+    pool: torch.Tensor,
+    live_slots: torch.Tensor,
+    count: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bound: int | None = None,
 ) -> torch.Tensor:
     """Cast the listed rows of `pool` into the same rows of `out`, exactly, and return `out`.
 
@@ -231,6 +247,8 @@ def gather_cast(
         count: [1] int32, read on the device.
         out: shape of `pool`, bfloat16, float16 or float32, caller-owned, rows may be strided.
             Rows that are not listed keep their contents.
+        bound: about how many slots may be listed, where the host knows; it sizes the grid and no
+            result depends on it. Not used while a CUDA graph is captured.
 
     Raises:
         InvalidArgument: a shape, dtype or stride breaks the contract above.
@@ -254,9 +272,8 @@ def gather_cast(
             "gather_cast: the columns of pool and out must be contiguous, "
             f"got strides {tuple(pool.stride())} and {tuple(out.stride())}"
         )
-    sms, hw_e4m3 = _device_facts(pool.device)
-    grid = (max(sms * _CAST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS),)
-    _gather_cast_kernel[grid](
+    _, hw_e4m3 = _device_facts(pool.device)
+    _gather_cast_kernel[(_cast_programs(pool.device, bound),)](
         pool.view(torch.uint8),
         live_slots,
         count,

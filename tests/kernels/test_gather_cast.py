@@ -273,3 +273,28 @@ def test_a_step_of_an_empty_batch_lists_nothing(device):
     one = torch.tensor([3], dtype=torch.int32, device=device)
     slots.update(one, torch.zeros(1, dtype=torch.int32, device=device), 0)
     assert slots.count.item() == 0
+
+
+@pytest.mark.parametrize("bound", [None, 0, 1, 8, 10_000])
+def test_no_result_depends_on_the_bound(bound, device):
+    """A bound far too small or too large sizes the grid, and nothing else."""
+    kv_indptr, kv_indices, live = make_indices([90, 0, 41], 160, device)
+    pool = make_pool(160, 576, E4M3, device, live)
+    workspace = Workspace(160, 576, torch.bfloat16, device)
+    workspace.rows.fill_(float("nan"))
+    slots = LiveSlots(160, device)
+    slots.update(kv_indices, kv_indptr, 3, bound)
+    same(workspace.fill(pool, slots)[live], cast_by_torch(pool, torch.bfloat16)[live])
+
+
+@pytest.mark.parametrize(
+    ("bound", "capturing", "programs"),
+    [(None, False, 160), (64, True, 160), (64, False, 8), (0, False, 1), (1 << 20, False, 320)],
+)
+def test_the_grid_is_fixed_under_a_graph_and_cut_elsewhere(monkeypatch, bound, capturing, programs):
+    """A captured grid must do for any replay; an eager one need not launch idle programs."""
+    from sglang_fp8mla.kernels import gather_cast as module
+
+    monkeypatch.setattr(module, "_device_facts", lambda device: (10, True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert module._cast_programs(torch.device("cuda"), bound) == programs
