@@ -154,16 +154,17 @@ def test_a_missing_flashinfer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         plugin.create_backend(object())
 
 
-def test_a_typo_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_typo_in_the_environment_is_an_error() -> None:
     from sglang_fp8mla import plugin
     from sglang_fp8mla.errors import InvalidArgument
 
-    with forced():
-        monkeypatch.setenv("SGLANG_FP8MLA_DECODE_PATH", "fast")
+    # `forced`'s own patch: undone later, a fixture's would put back what `forced` had set
+    with forced() as environment:
+        environment.setenv("SGLANG_FP8MLA_DECODE_PATH", "fast")
         with pytest.raises(InvalidArgument, match=r"SGLANG_FP8MLA_DECODE_PATH must be .*'fast'"):
             plugin.create_backend(object())
-        monkeypatch.setenv("SGLANG_FP8MLA_DECODE_PATH", "auto")
-        monkeypatch.setenv("SGLANG_FP8MLA_DECODEPATH", "native")
+        environment.setenv("SGLANG_FP8MLA_DECODE_PATH", "auto")
+        environment.setenv("SGLANG_FP8MLA_DECODEPATH", "native")
         with pytest.raises(InvalidArgument, match="did you mean SGLANG_FP8MLA_DECODE_PATH"):
             plugin.create_backend(object())
 
