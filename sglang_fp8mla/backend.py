@@ -71,10 +71,15 @@ class PoolLayout:
         return self.num_layers * self.num_slots * self.dim * 3
 
 
+def _mla_pool(runner: Any) -> Any:
+    """The runner's MLA pool; hybrid models keep it beside the one of their linear layers."""
+    return getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)
+
+
 def check_pool(runner: Any) -> list[Check]:
     """What the model and its pool forbid, before anything is allocated."""
     config = runner.model_config
-    pool = getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)
+    pool = _mla_pool(runner)
     checks = []
     if getattr(pool, "use_dsa", False):
         checks.append(
@@ -97,7 +102,7 @@ def check_pool(runner: Any) -> list[Check]:
 
 def pool_layout(runner: Any) -> PoolLayout:
     """The geometry of the runner's pool; `check_pool` has passed."""
-    pool = getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)
+    pool = _mla_pool(runner)
     rows = pool.get_key_buffer(pool.start_layer or 0)
     region = None
     saver = getattr(pool, "memory_saver_adapter", None)

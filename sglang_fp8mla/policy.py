@@ -90,19 +90,22 @@ def load_profile(facts: Facts, settings: Settings) -> Profile | None:
             schema, or has no rules for this generation.
     """
     path = Path(settings.profile) if settings.profile else _SHIPPED
-    where = f"SGLANG_FP8MLA_PROFILE {path}"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidArgument(
-            f"{where} must be a JSON table of `sglang-fp8mla calibrate`: {error}"
+            f"{_where(path)} must be a JSON table of `sglang-fp8mla calibrate`: {error}"
         ) from error
-    return _parse(data, facts, where, required=bool(settings.profile))
+    return _parse(data, facts, path, required=bool(settings.profile))
 
 
-def _parse(data: Any, facts: Facts, where: str, *, required: bool) -> Profile | None:
+def _where(path: Path) -> str:
+    return f"SGLANG_FP8MLA_PROFILE {path}"
+
+
+def _parse(data: Any, facts: Facts, path: Path, *, required: bool) -> Profile | None:
     def refuse(what: str) -> InvalidArgument:
-        return InvalidArgument(f"{where} {what}; remake it with `sglang-fp8mla calibrate`")
+        return InvalidArgument(f"{_where(path)} {what}; remake it with `sglang-fp8mla calibrate`")
 
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise refuse(f"must have schema {SCHEMA}")
@@ -127,13 +130,9 @@ def _parse(data: Any, facts: Facts, where: str, *, required: bool) -> Profile | 
         return tuple(found)
 
     try:
-        return Profile(str(entry.get("source", path_name(where))), rules(DECODE), rules(EXTEND))
+        return Profile(str(entry.get("source", path.name)), rules(DECODE), rules(EXTEND))
     except (TypeError, AttributeError) as error:
         raise refuse(f"must hold rules of max_heads, max_batch and path ({error})") from error
-
-
-def path_name(where: str) -> str:
-    return Path(where.split()[-1]).name
 
 
 def choose(
