@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from contract.arms import OURS
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -650,3 +651,27 @@ __all__ = [
     "single_rank",
     "torch_attention",
 ]
+
+
+def make_scene(
+    live: int, backend: str = OURS, device: str = "cpu", **shape: Any
+) -> tuple[Scene, list[int]]:
+    """A scene with `live` random rows at shuffled slots, all else NaN; and those slots."""
+    made = Shape(**shape)
+    scene = Scene(backend, made, device)
+    slots = shuffled_slots(live, made)
+    for layer in range(made.layers):
+        scene.write(slots, make_rows(live, made, seed=100 + layer), layer)
+    scene.poison(slots)
+    return scene, slots
+
+
+def check_run(
+    scene: Scene, requests: list[Request], mode: str = "decode", seed: int = 0, **kwargs: Any
+) -> torch.Tensor:
+    """Run with fresh rows, compare with the oracle, return the output."""
+    n = sum(r.q_len for r in requests) if mode == "extend" else len(requests)
+    q = make_q(n, scene.shape, seed=seed)
+    out = scene.run(requests, q, make_rows(n, scene.shape, seed=seed), mode, **kwargs)
+    scene.check(f"{mode} {[len(r.slots) for r in requests]}", out, requests, q, mode=mode)
+    return out

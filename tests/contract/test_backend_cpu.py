@@ -24,6 +24,7 @@ from contract.scene import (
     make_requests,
     make_rows,
     make_runner,
+    make_scene,
     ref_attention,
     replace,
     shuffled_slots,
@@ -50,17 +51,6 @@ def extend_path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each path that has an extend phase."""
     with hopper(), arm(request.param):
         yield request.param
-
-
-def make_scene(live: int, backend: str = OURS, **shape: Any) -> tuple[Scene, list[int]]:
-    """A scene with `live` random rows at shuffled slots, all else NaN."""
-    made = Shape(**shape)
-    scene = Scene(backend, made)
-    slots = shuffled_slots(live, made)
-    for layer in range(made.layers):
-        scene.write(slots, make_rows(live, made, seed=100 + layer), layer)
-    scene.poison(slots)
-    return scene, slots
 
 
 # the factory ----------------------------------------------------------------------------------

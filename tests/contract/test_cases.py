@@ -26,10 +26,12 @@ from contract.scene import (
     Request,
     Scene,
     Shape,
+    check_run,
     dequantise,
     make_q,
     make_requests,
     make_rows,
+    make_scene,
     shuffled_slots,
 )
 from packaging.version import Version
@@ -54,28 +56,6 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 def extend_path(request: pytest.FixtureRequest) -> Iterator[str]:
     with hopper(), arm(request.param):
         yield request.param
-
-
-def make_scene(live: int, **shape: Any) -> tuple[Scene, list[int]]:
-    """A scene of ours with `live` random rows at shuffled slots, all else NaN."""
-    made = Shape(**shape)
-    scene = Scene(OURS, made)
-    slots = shuffled_slots(live, made)
-    for layer in range(made.layers):
-        scene.write(slots, make_rows(live, made, seed=100 + layer), layer)
-    scene.poison(slots)
-    return scene, slots
-
-
-def check_run(
-    scene: Scene, requests: list[Request], mode: str = "decode", seed: int = 0, **kwargs: Any
-) -> torch.Tensor:
-    """Run with fresh rows, compare with the oracle, return the output."""
-    n = sum(r.q_len for r in requests) if mode == "extend" else len(requests)
-    q = make_q(n, scene.shape, seed=seed)
-    out = scene.run(requests, q, make_rows(n, scene.shape, seed=seed), mode, **kwargs)
-    scene.check(f"{mode} {[len(r.slots) for r in requests]}", out, requests, q, mode=mode)
-    return out
 
 
 # cost and memory ------------------------------------------------------------------------------

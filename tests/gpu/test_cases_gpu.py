@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -19,12 +19,12 @@ from contract.cases import case  # noqa: E402
 from contract.scene import (  # noqa: E402
     Request,
     Scene,
-    Shape,
+    check_run,
     make_q,
     make_requests,
     make_rows,
-    shuffled_slots,
 )
+from contract.scene import make_scene as scene_on  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,25 +51,7 @@ def extend_path(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def make_scene(live: int, backend: str = OURS, **shape: Any) -> tuple[Scene, list[int]]:
-    """A scene on the device with `live` random rows at shuffled slots, all else NaN."""
-    made = Shape(**shape)
-    scene = Scene(backend, made, "cuda")
-    slots = shuffled_slots(live, made)
-    for layer in range(made.layers):
-        scene.write(slots, make_rows(live, made, seed=100 + layer), layer)
-    scene.poison(slots)
-    return scene, slots
-
-
-def check_run(
-    scene: Scene, requests: list[Request], mode: str = "decode", seed: int = 0, **kwargs: Any
-) -> torch.Tensor:
-    n = sum(r.q_len for r in requests) if mode == "extend" else len(requests)
-    q = make_q(n, scene.shape, seed=seed)
-    out = scene.run(requests, q, make_rows(n, scene.shape, seed=seed), mode, **kwargs)
-    scene.check(f"{mode} {[len(r.slots) for r in requests]}", out, requests, q, mode=mode)
-    return out
+make_scene = partial(scene_on, device="cuda")
 
 
 def microseconds(call: Callable[[], object], repeats: int = 200) -> tuple[float, float]:
