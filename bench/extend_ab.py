@@ -74,7 +74,7 @@ def measure(pools: list[torch.Tensor], heads: int, bs: int, new: int, total: int
     out = torch.empty(bs * new, heads, CKV, dtype=torch.bfloat16, device="cuda")
     bf16, native = make_wrapper(plan, torch.bfloat16), make_wrapper(plan, torch.float8_e4m3fn)
     live = LiveSlots(num_slots, torch.device("cuda"))
-    live.update(slots, plan["kv"], bs)
+    packed = make_wrapper({**plan, "slots": live.update(slots, plan["kv"], bs)}, torch.bfloat16)
     workspace = Workspace(num_slots, DIM, torch.bfloat16, torch.device("cuda"))
 
     def run(wrapper: Any, rows: torch.Tensor, **scales: float) -> None:
@@ -84,7 +84,7 @@ def measure(pools: list[torch.Tensor], heads: int, bs: int, new: int, total: int
     arms = {
         "stock": lambda pool: run(bf16, pool.to(torch.bfloat16)),
         "native": lambda pool: run(native, pool, ckv_scale=1.0, kpe_scale=1.0),
-        "gather_cast": lambda pool: run(bf16, workspace.fill(pool, live)),
+        "gather_cast": lambda pool: run(packed, workspace.fill(pool, live)),
         "bf16_pool": lambda pool: run(bf16, wide),
     }
 

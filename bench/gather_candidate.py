@@ -36,7 +36,7 @@ def attend(
     if _state.get("kv_indices") is not kv_indices:
         _state.clear()
         live = LiveSlots(pool.shape[0], pool.device)
-        live.update(kv_indices, kv_indptr, bs)
+        kv_rows = live.update(kv_indices, kv_indptr, bs)
         lens = kv_indptr[1:] - kv_indptr[:-1]
         qo_indptr = torch.arange(bs + 1, dtype=torch.int32, device=pool.device)
         scratch = torch.empty(256 << 20, dtype=torch.uint8, device=pool.device)
@@ -51,7 +51,7 @@ def attend(
         )
         kpe = pool.shape[-1] - ckv
         wrapper.plan(
-            qo_indptr, kv_indptr, kv_indices, lens, heads, ckv, kpe, 1, False, sm_scale,
+            qo_indptr, kv_indptr, kv_rows, lens, heads, ckv, kpe, 1, False, sm_scale,
             q_nope.dtype, q_nope.dtype,
         )  # fmt: skip
         rows = Workspace(pool.shape[0], pool.shape[-1], q_nope.dtype, pool.device)

@@ -137,7 +137,9 @@ class Planned:
     path: str
     bs: int
     kv_indptr: torch.Tensor  # [bs + 1] int32; address-stable under a CUDA graph
-    kv_indices: torch.Tensor  # [>= kv_indptr[bs]] int32; address-stable under a CUDA graph
+    # [>= kv_indptr[bs]] int32; address-stable under a CUDA graph; slots of the pool, or with
+    # gather_cast places in the packed rows
+    kv_indices: torch.Tensor
     num_heads: int  # planned, at least the layer's
     sm_scale: float
 
@@ -152,12 +154,15 @@ class PlanSink:
         phase: str,
         kv_indptr: torch.Tensor | None,
         tokens: int,
+        *,
+        in_place: bool = False,
     ) -> None:
         self._backend = backend
         self._wrapper = wrapper
         self._phase = phase
         self._kv_indptr = kv_indptr
         self._tokens = tokens
+        self._in_place = in_place
 
     def plan(
         self,
@@ -190,6 +195,7 @@ class PlanSink:
             num_heads,
             sm_scale,
             self._tokens,
+            in_place=self._in_place,
         )
         if planned.path == "fused":
             return  # our kernel has a plan of its own
@@ -198,7 +204,7 @@ class PlanSink:
         self._wrapper.plan(
             qo_indptr,
             kv_indptr,
-            kv_indices,
+            planned.kv_indices,
             kv_len_arr,
             num_heads,
             head_dim_ckv,
@@ -230,7 +236,15 @@ class Fp8IndicesUpdaterDecode(stock.FlashInferMLAIndicesUpdaterDecode):
         if init_metadata_replay and spec_info is not None:
             kwargs = _with_draft_tokens(kwargs, self.attn_backend.draft_tokens)
         lens = lens[: len(paged_kernel_lens) + 1]
-        sink = PlanSink(self.attn_backend, wrapper, DECODE, lens, paged_kernel_lens_sum)
+        sink = PlanSink(
+            self.attn_backend,
+            wrapper,
+            DECODE,
+            lens,
+            paged_kernel_lens_sum,
+            # then the indices are the very buffer that the captured kernel reads
+            in_place=init_metadata_replay,
+        )
         super().call_begin_forward(
             sink,
             paged_kernel_lens,
@@ -318,6 +332,7 @@ class Fp8IndicesUpdaterPrefill(stock.FlashInferMLAIndicesUpdaterPrefill):
                 heads,
                 self.scaling,
                 paged_kernel_lens_sum,
+                in_place=True,
             )
 
 
@@ -462,6 +477,8 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         num_heads: int,
         sm_scale: float,
         tokens: int,
+        *,
+        in_place: bool = False,
     ) -> Planned:
         """Prepare one step for all layers: choose the path, list the live slots.
 
@@ -475,6 +492,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
             num_heads: heads that the wrapper is planned for.
             sm_scale: the softmax scale that the parent plans with.
             tokens: KV tokens of the batch as the host knows them; no result depends on it.
+            in_place: gather_cast renumbers `kv_indices` itself, not a copy.
         """
         if kv_indptr.device != kv_indices.device:
             staged = self._kv_indptr_staging[: bs + 1]
@@ -484,7 +502,9 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         self._planned[wrapper] = planned
         if planned.path == "gather_cast":
             assert self._live is not None
-            self._live.update(kv_indices, kv_indptr, bs, tokens)
+            planned.kv_indices = self._live.update(
+                kv_indices, kv_indptr, bs, tokens, in_place=in_place
+            )
         elif planned.path == "fused":
             assert self._fused is not None
             self._fused.plan(kv_indptr, bs)

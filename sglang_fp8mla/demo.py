@@ -214,17 +214,25 @@ def cast_all(pool: torch.Tensor) -> torch.Tensor:
 
 
 def cast_live(pool: torch.Tensor, live: torch.Tensor, workspace: torch.Tensor) -> None:
-    """What we do: cast the rows `live` into the same rows of `workspace`, and no others."""
+    """What we do: cast the rows `live` into the first rows of `workspace`, and no others."""
     import torch
 
     rows = pool.view(torch.uint8).index_select(0, live).view(pool.dtype)
-    workspace.index_copy_(0, live, rows.to(workspace.dtype))
+    workspace[: live.numel()].copy_(rows)
 
 
 def _cast_with_kernels(
-    pool: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, workspace: torch.Tensor
+    pool: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    workspace: torch.Tensor,
+    kv_rows: torch.Tensor,
 ) -> str:
-    """Do the work of `cast_live` with the package's Triton kernels; empty, or why it cannot run."""
+    """Do the work of `cast_live`, and find `kv_rows`, with the package's Triton kernels.
+
+    Returns:
+        Why they cannot run, or nothing.
+    """
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         return "triton was imported before the demo could ask for its interpreter"
     # read once, when triton is first imported
@@ -240,7 +248,8 @@ def _cast_with_kernels(
     live_slots = torch.empty_like(owner)
     count = torch.zeros(1, dtype=torch.int32)
     try:
-        list_live_slots(kv_indices, kv_indptr, len(kv_indptr) - 1, owner, live_slots, count)
+        bs = len(kv_indptr) - 1
+        list_live_slots(kv_indices, kv_indptr, bs, owner, live_slots, count, kv_rows)
         gather_cast(pool, live_slots, count, workspace)
     # Symptom: TypeError in every loop. Cause: the interpreter turns an array of one element into an
     # int, which numpy 2.5 refuses (seen with triton 3.6). Enough: no server uses the interpreter.
@@ -263,31 +272,32 @@ def run_case(case: Case) -> Report:
     slots = _make_slots(case, generator)
     kv_indices = torch.cat(slots)
     kv_indptr = torch.arange(case.batch + 1, dtype=torch.int32) * (case.prefix + case.own)
-    live = torch.unique(kv_indices).long()
+    live, kv_rows = torch.unique(kv_indices, return_inverse=True)
+    live, kv_rows = live.long(), kv_rows.to(torch.int32)
     pool = _make_pool(case, live, generator)
     q = torch.randn(case.batch, case.heads, DIM, generator=generator).to(torch.bfloat16)
     sm_scale = (128 + HEAD_DIM_KPE) ** -0.5  # DeepSeek: 128 values of a head before absorption
 
-    def attend(rows: Any) -> Any:
+    def attend(rows: Any, kv_indices: Any) -> Any:
         q_nope, q_pe = q[..., :HEAD_DIM_CKV], q[..., HEAD_DIM_CKV:]
         out, _ = ref_mla(q_nope, q_pe, rows[:, None], kv_indices, kv_indptr, sm_scale=sm_scale)
         return out
 
     stock_ms = _median_ms(lambda: cast_all(pool))
-    stock_out = attend(cast_all(pool))
+    stock_out = attend(cast_all(pool), kv_indices)
 
     workspace = torch.full((case.pool, DIM), float("nan"), dtype=torch.bfloat16)
-    find_ms = _median_ms(lambda: torch.unique(kv_indices))
+    find_ms = _median_ms(lambda: torch.unique(kv_indices, return_inverse=True))
     our_ms = _median_ms(lambda: cast_live(pool, live, workspace))
     # the timed runs wrote the rows already: poison them, so that this one run is what is compared
     workspace.fill_(float("nan"))
     cast_live(pool, live, workspace)
-    outputs = [attend(workspace)]
+    outputs = [attend(workspace, kv_rows)]
 
     workspace.fill_(float("nan"))
-    kernels_skipped = _cast_with_kernels(pool, kv_indices, kv_indptr, workspace)
+    kernels_skipped = _cast_with_kernels(pool, kv_indices, kv_indptr, workspace, kv_rows)
     if not kernels_skipped:
-        outputs.append(attend(workspace))
+        outputs.append(attend(workspace, kv_rows))
 
     return Report(
         case=case,

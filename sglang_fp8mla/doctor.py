@@ -544,13 +544,15 @@ def _miscast_codes(device: str) -> list[str]:
         kv_indptr = torch.tensor([0, kv_indices.numel()], dtype=torch.int32, device=device)
         owner = torch.empty(64, dtype=torch.int32, device=device)
         live, count = torch.empty_like(owner), torch.zeros(1, dtype=torch.int32, device=device)
-        list_live_slots(kv_indices, kv_indptr, 1, owner, live, count)
+        kv_rows = torch.empty_like(kv_indices)
+        list_live_slots(kv_indices, kv_indptr, 1, owner, live, count, kv_rows)
         for out_dtype in (torch.bfloat16, torch.float16):
             out = torch.full((64, 576), 7.0, dtype=out_dtype, device=device)
             gather_cast(pool, live, count, out)
-            want = torch.full((64, 576), 7.0, dtype=out_dtype)
-            want[1::2] = codes.view(pool_dtype).to(torch.float32).to(out_dtype)[1::2]
-            if not torch.equal(out.cpu().nan_to_num(12345.0), want.nan_to_num(12345.0)):
+            want = codes.view(pool_dtype).to(torch.float32).to(out_dtype)[1::2]
+            rows, rest = out.cpu()[kv_rows.cpu().long()], out.cpu()[kv_indices.numel() :]
+            right = torch.equal(rows.nan_to_num(12345.0), want.nan_to_num(12345.0))
+            if not right or not (rest == 7).all():
                 bad.append(f"{pool_dtype} to {out_dtype}")
     return bad
 

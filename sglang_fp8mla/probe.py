@@ -232,7 +232,7 @@ def _attend(
         from .workspace import LiveSlots, Workspace
 
         live = LiveSlots(pool.shape[0], pool.device)
-        live.update(kv_indices, kv_indptr, bs)
+        kv_indices = live.update(kv_indices, kv_indptr, bs)
         workspace = Workspace(pool.shape[0], pool.shape[-1], q_nope.dtype, pool.device)
         pool = workspace.fill(pool, live)
     heads = plan_heads(num_heads) if causal else num_heads

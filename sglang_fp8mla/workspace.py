@@ -36,14 +36,27 @@ class LiveSlots:
         kv_indptr: torch.Tensor,
         bs: int,
         bound: int | None = None,
-    ) -> None:
-        """List the slots of a batch; arguments as `list_live_slots` and `gather_cast` take them."""
+        *,
+        in_place: bool = False,
+    ) -> torch.Tensor:
+        """List the slots of a batch; arguments as `list_live_slots` and `gather_cast` take them.
+
+        Args:
+            in_place: overwrite `kv_indices`, for a captured kernel that reads that very buffer.
+
+        Returns:
+            kv_rows, the indices of the batch into `Workspace.fill`'s rows: like `kv_indices`, a
+            new tensor that is 0 past kv_indptr[bs], or `kv_indices` itself.
+        """
         self.bound = bound
-        list_live_slots(kv_indices, kv_indptr, bs, self._owner, self.slots, self.count)
+        # an index past the end that some kernel prefetches must stay inside the rows
+        kv_rows = kv_indices if in_place else torch.zeros_like(kv_indices)
+        list_live_slots(kv_indices, kv_indptr, bs, self._owner, self.slots, self.count, kv_rows)
+        return kv_rows
 
 
 class Workspace:
-    """One layer's pool in 16 bits, `[num_slots, 1, dim]`; only live rows are ever written."""
+    """One layer's live rows in 16 bits, packed; `[num_slots, 1, dim]`, since all may be live."""
 
     _shared: ClassVar[WeakValueDictionary[tuple[object, ...], Workspace]] = WeakValueDictionary()
 
@@ -91,7 +104,7 @@ class Workspace:
         return made
 
     def fill(self, pool: torch.Tensor, live: LiveSlots) -> torch.Tensor:
-        """Cast the live rows of one layer's `pool` and return all rows, `[num_slots, 1, dim]`."""
+        """Cast the live rows of one layer's `pool`; `LiveSlots.update`'s result indexes them."""
         return gather_cast(pool, live.slots, live.count, self.rows, bound=live.bound)
 
 

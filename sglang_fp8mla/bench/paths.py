@@ -38,7 +38,10 @@ class Path:
 
 
 class FlashInferAttention:
-    """FlashInfer's MLA wrapper over slots of a pool, planned as SGLang plans a captured decode."""
+    """FlashInfer's MLA wrapper over slots of a pool, planned as SGLang plans a captured decode.
+
+    `kv_indices` is the buffer that the captured kernel reads.
+    """
 
     def __init__(self, op: Operands, kv_dtype: torch.dtype, backend: str = "auto") -> None:
         from flashinfer import BatchMLAPagedAttentionWrapper
@@ -53,6 +56,7 @@ class FlashInferAttention:
             self._q_nope = pad_heads(op.q_nope, heads)
             self._q_pe = pad_heads(op.q_pe, heads)
             self._out = torch.empty_like(self._q_nope)
+        self.kv_indices = torch.empty_like(op.kv_indices)
         scratch = torch.empty(256 << 20, dtype=torch.uint8, device=op.device)
         self._wrapper = BatchMLAPagedAttentionWrapper(
             scratch,
@@ -60,7 +64,7 @@ class FlashInferAttention:
             use_cuda_graph=True,
             qo_indptr=torch.empty_like(op.qo_indptr),
             kv_indptr=torch.empty_like(op.kv_indptr),
-            kv_indices=torch.empty_like(op.kv_indices),
+            kv_indices=self.kv_indices,
             kv_len_arr=torch.empty_like(op.kv_lens),
         )
         self._wrapper.plan(
@@ -96,12 +100,13 @@ class TorchAttention:
         if kv_dtype != torch.bfloat16:
             raise IncompatibleEnvironment("needs a GPU: FlashInfer's FP8 kernel has no CPU form")
         self._op = op
+        self.kv_indices = op.kv_indices.clone()
 
     def run(self, rows: torch.Tensor) -> None:
         op, case = self._op, self._op.case
         for request in range(case.bs):
             begin = request * case.kv_len
-            slots = op.kv_indices[begin : begin + case.kv_len].long()
+            slots = self.kv_indices[begin : begin + case.kv_len].long()
             keys = rows[slots, 0].float()
             tokens = slice(request * case.q_len, (request + 1) * case.q_len)
             logits = torch.einsum("thd,kd->thk", op.q[tokens].float(), keys) * SM_SCALE
@@ -140,16 +145,21 @@ def build_gather_cast(op: Operands) -> Path:
     from ..workspace import LiveSlots, Workspace
 
     live = LiveSlots(op.case.pool, op.device)
-    live.update(op.kv_indices, op.kv_indptr, op.case.bs)
     workspace = Workspace(op.case.pool, CKV + KPE, torch.bfloat16, op.device)
     # rows that are not live must never be read
     workspace.rows.fill_(torch.nan)
     attention = _attention(op, torch.bfloat16)
+
+    def step() -> None:
+        attention.kv_indices.copy_(op.kv_indices)
+        live.update(attention.kv_indices, op.kv_indptr, op.case.bs, in_place=True)
+
+    step()
     return Path(
         "gather_cast",
         lambda i: attention.run(workspace.fill(op.pools[i], live)),
         attention.result,
-        step=lambda: live.update(op.kv_indices, op.kv_indptr, op.case.bs),
+        step=step,
         exact=True,
     )
 

@@ -1,9 +1,10 @@
 """Cast the FP8 rows that live requests reference, and no others.
 
 `list_live_slots` runs once per step and names each distinct slot once, so a prefix that many
-requests share is moved once; `gather_cast` runs once per layer over that list. Both read their
-counts on the device: a captured CUDA graph replays with a new batch, with no sync and no
-allocation. The cost follows the distinct live slots, never the size of the pool.
+requests share is moved once; `gather_cast` runs once per layer over that list, and packs the rows
+in its order, since scattered writes cost a tenth more. Both read their counts on the device: a
+captured CUDA graph replays with a new batch, with no sync and no allocation. The cost follows the
+distinct live slots, never the size of the pool.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ def _compact_slots_kernel(
 ):
     """live_slots[:count] = the slots of the entries that won their claim: each slot once.
 
+    The winner leaves -1 - (its place in the list) in `owner`. No loser takes that for its own
+    claim, since claims are not negative.
+
     Programs stride over blocks of BLOCK entries; each block takes its range with one atomic, so
-    the order of the list varies from run to run. Nothing downstream depends on it.
+    the order of the list varies from run to run. No result of attention depends on it.
     """
     nnz = tl.load(kv_indptr + bs)
     for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
@@ -76,7 +80,27 @@ def _compact_slots_kernel(
         won = mask & (tl.load(owner + slot.to(tl.int64), mask=mask, other=-1) == offs)
         rank = tl.cumsum(won.to(tl.int32), 0)  # 1-based among the winners of the block
         base = tl.atomic_add(count, tl.sum(won.to(tl.int32), 0))
-        tl.store(live_slots + base + rank - 1, slot, mask=won)
+        row = base + rank - 1
+        tl.store(live_slots + row, slot, mask=won)
+        tl.store(owner + slot.to(tl.int64), -1 - row, mask=won)
+
+
+@triton.jit(do_not_specialize=["bs"])
+def _find_rows_kernel(
+    kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
+    kv_indptr,  # *i32 [bs + 1]
+    owner,  # *i32 [num_slots], as _compact_slots_kernel leaves it
+    kv_rows,  # *i32 [capacity], may be kv_indices
+    bs,
+    BLOCK: tl.constexpr,
+):
+    """kv_rows[t] = the place in live_slots of kv_indices[t], for t < kv_indptr[bs]."""
+    nnz = tl.load(kv_indptr + bs)
+    for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # [BLOCK]
+        mask = offs < nnz
+        slot = tl.load(kv_indices + offs, mask=mask, other=0).to(tl.int64)
+        tl.store(kv_rows + offs, -1 - tl.load(owner + slot, mask=mask, other=-1), mask=mask)
 
 
 @triton.jit
@@ -104,7 +128,7 @@ def _gather_cast_kernel(
     pool,  # *u8 [num_slots, DIM], FP8 codes
     live_slots,  # *i32 [num_slots], first count[0] valid
     count,  # *i32 [1]
-    out,  # *bf16 | *f16 | *f32 [num_slots, DIM]
+    out,  # *bf16 | *f16 | *f32 [>= count[0], DIM]
     stride_pool,
     stride_out,
     DIM: tl.constexpr,
@@ -114,7 +138,7 @@ def _gather_cast_kernel(
     E5M2: tl.constexpr,
     HW_E4M3: tl.constexpr,
 ):
-    """out[s] = cast(pool[s]) for each s in live_slots[:count]; other rows keep their contents.
+    """out[r] = cast(pool[live_slots[r]]) for r < count[0]; other rows keep their contents.
 
     Programs stride over blocks of BLOCK_T slots and own all columns of them.
     """
@@ -131,7 +155,7 @@ def _gather_cast_kernel(
         # the next round's slots are under way while this round's rows are
         ahead = tl.load(live_slots + offs_t + step, mask=offs_t + step < n, other=0).to(tl.int64)
         src = pool + slot * stride_pool
-        dst = out + slot * stride_out
+        dst = out + offs_t.to(tl.int64) * stride_out
         offs_d = tl.arange(0, BLOCK_D)
         code = tl.load(src[:, None] + offs_d[None, :], mask=mask_t[:, None], other=0)
         if BLOCK_TAIL > 0:  # both loads in flight before the first conversion
@@ -176,17 +200,21 @@ def list_live_slots(
     owner: torch.Tensor,
     live_slots: torch.Tensor,
     count: torch.Tensor,
+    kv_rows: torch.Tensor,
 ) -> None:
-    """Write each distinct slot of the batch once into `live_slots`, and how many into `count`.
+    """Write each distinct slot of the batch once into `live_slots`, and where into `kv_rows`.
 
     Args:
         kv_indices: [capacity] int32, slot ids. Entries at or past kv_indptr[bs] are never read.
         kv_indptr: [>= bs + 1] int32, prefix sum of kv lengths (tokens); read on the device.
         bs: requests in the batch; 0 gives an empty list.
-        owner: [num_slots] int32, scratch; needs no initial value and keeps none.
+        owner: [num_slots] int32, scratch; needs no initial value.
         live_slots: [num_slots] int32, out. Entries at or past count[0] keep their contents; the
             order of the entries before it is not specified.
-        count: [1] int32, out.
+        count: [1] int32, out: how many.
+        kv_rows: [>= kv_indptr[bs]] int32, out: live_slots[kv_rows[t]] == kv_indices[t], so it
+            indexes the packed rows of `gather_cast` as `kv_indices` indexes the pool. May be
+            `kv_indices` itself. Entries at or past kv_indptr[bs] keep their contents.
 
     Raises:
         InvalidArgument: a shape, dtype or stride breaks the contract above.
@@ -197,6 +225,7 @@ def list_live_slots(
         ("owner", owner),
         ("live_slots", live_slots),
         ("count", count),
+        ("kv_rows", kv_rows),
     ):
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise InvalidArgument(
@@ -214,6 +243,7 @@ def list_live_slots(
     _compact_slots_kernel[grid](
         kv_indices, kv_indptr, owner, live_slots, count, bs, BLOCK=_BLOCK_LIST
     )
+    _find_rows_kernel[grid](kv_indices, kv_indptr, owner, kv_rows, bs, BLOCK=_BLOCK_LIST)
 
 
 def _cast_programs(device: torch.device, bound: int | None) -> int:
@@ -235,7 +265,7 @@ def gather_cast(
     *,
     bound: int | None = None,
 ) -> torch.Tensor:
-    """Cast the listed rows of `pool` into the same rows of `out`, exactly, and return `out`.
+    """Cast the listed rows of `pool` into the first rows of `out`, exactly, and return `out`.
 
     The scale is 1: every e4m3 and e5m2 value is exact in bfloat16, float16 and float32, and the
     NaN codes give NaN.
@@ -246,7 +276,7 @@ def gather_cast(
         live_slots: [num_slots] int32, distinct slot ids; only the first count[0] are read.
         count: [1] int32, read on the device.
         out: shape of `pool`, bfloat16, float16 or float32, caller-owned, rows may be strided.
-            Rows that are not listed keep their contents.
+            out[r] becomes pool[live_slots[r]]; rows at or past count[0] keep their contents.
         bound: about how many slots may be listed, where the host knows; it sizes the grid and no
             result depends on it. Not used while a CUDA graph is captured.
 

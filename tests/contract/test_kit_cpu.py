@@ -8,6 +8,7 @@ that no request references is NaN before a forward.
 from __future__ import annotations
 
 import os
+import unittest
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -59,7 +60,7 @@ CASES = (
 )
 
 
-class NoSkip:
+class NoSkip(unittest.TestCase):
     """The kit's `testcase`: it would skip when a backend does not build; here that is a failure."""
 
     def skipTest(self, reason: str) -> NoReturn:

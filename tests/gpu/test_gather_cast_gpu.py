@@ -1,7 +1,7 @@
 """On a GPU: FlashInfer over gather_cast equals FlashInfer over the cast pool, bitwise.
 
-Stock is `wrapper.run` on `pool.to(q.dtype)`; ours is the same call on the workspace, whose dead
-rows are NaN. The wrapper, its plan and the operands are the same, so one wrong row shows.
+Stock is `wrapper.run` on `pool.to(q.dtype)`; ours is the same call on the packed rows, which are
+NaN past the live ones. Plans and operands are the same but for the indices, so one wrong row shows.
 """
 
 from __future__ import annotations
@@ -57,6 +57,15 @@ def run(wrapper, q, rows, **scales):
     return out
 
 
+def run_packed(q, pool, qo, kv, slots, heads, *, causal):
+    """Our way: list the slots, cast their rows, attend over the rows."""
+    live = LiveSlots(pool.shape[0], pool.device)
+    kv_rows = live.update(slots, kv, len(kv) - 1)
+    wrapper = make_wrapper(pool.device)
+    plan(wrapper, qo, kv, kv_rows, heads, causal=causal)
+    return run(wrapper, q, poisoned_workspace(pool.shape[0], pool.device).fill(pool, live))
+
+
 def poisoned_workspace(num_slots, device):
     workspace = Workspace(num_slots, DIM, torch.bfloat16, device)
     workspace.rows.fill_(float("nan"))
@@ -73,10 +82,8 @@ def test_decode_equals_the_full_cast_bitwise(kv_lens, heads, pool_dtype, device)
     )
     wrapper = make_wrapper(device)
     plan(wrapper, qo, kv, slots, heads, causal=False)
-    live = LiveSlots(num_slots, device)
-    live.update(slots, kv, len(kv_lens))
-    rows = poisoned_workspace(num_slots, device).fill(pool, live)
-    ours, stock = run(wrapper, q, rows), run(wrapper, q, pool.to(torch.bfloat16))
+    ours = run_packed(q, pool, qo, kv, slots, heads, causal=False)
+    stock = run(wrapper, q, pool.to(torch.bfloat16))
     assert not ours.isnan().any()
     assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
 
@@ -94,11 +101,9 @@ def test_extend_equals_the_full_cast_bitwise(q_lens, kv_lens, heads, device):
     padded = probe.plan_heads(heads)
     wrapper = make_wrapper(device)
     plan(wrapper, qo, kv, slots, padded, causal=True)
-    live = LiveSlots(num_slots, device)
-    live.update(slots, kv, len(kv_lens))
-    rows = poisoned_workspace(num_slots, device).fill(pool, live)
     wide = probe.pad_heads(q, padded)
-    ours, stock = run(wrapper, wide, rows), run(wrapper, wide, pool.to(torch.bfloat16))
+    ours = run_packed(wide, pool, qo, kv, slots, padded, causal=True)
+    stock = run(wrapper, wide, pool.to(torch.bfloat16))
     assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
     exact, _ = ref_mla(
         q[..., :CKV], q[..., CKV:], pool, slots, kv,
@@ -112,14 +117,17 @@ def test_replays_with_new_lengths_bitwise(device):
     """One captured list + cast + run, replayed over batches that grow, shrink and share slots."""
     num_slots, bs, heads, capacity = 40_000, 4, 16, 32_768
     i32 = {"dtype": torch.int32, "device": device}
-    kv_buffer, slot_buffer = torch.zeros(bs + 1, **i32), torch.zeros(capacity, **i32)
-    wrapper = make_wrapper(
-        device,
-        use_cuda_graph=True,
-        qo_indptr=torch.zeros(bs + 1, **i32),
-        kv_indptr=torch.zeros(bs + 1, **i32),
-        kv_indices=torch.zeros(capacity, **i32),
-        kv_len_arr=torch.zeros(bs, **i32),
+    kv_buffer, index_buffer = torch.zeros(bs + 1, **i32), torch.zeros(capacity, **i32)
+    wrapper, stock = (
+        make_wrapper(
+            device,
+            use_cuda_graph=True,
+            qo_indptr=torch.zeros(bs + 1, **i32),
+            kv_indptr=torch.zeros(bs + 1, **i32),
+            kv_indices=indices,
+            kv_len_arr=torch.zeros(bs, **i32),
+        )
+        for indices in (index_buffer, torch.zeros(capacity, **i32))
     )
     live = LiveSlots(num_slots, device)
     workspace = poisoned_workspace(num_slots, device)
@@ -129,7 +137,8 @@ def test_replays_with_new_lengths_bitwise(device):
     out = torch.empty((bs, heads, CKV), dtype=torch.bfloat16, device=device)
 
     def step():
-        live.update(slot_buffer, kv_buffer, bs)
+        # the wrapper reads this buffer, which `load` filled with slots
+        live.update(index_buffer, kv_buffer, bs, in_place=True)
         rows = workspace.fill(pool, live)
         wrapper.run(
             q_buffer[..., :CKV], q_buffer[..., CKV:], rows[..., :CKV], rows[..., CKV:], out=out
@@ -140,8 +149,8 @@ def test_replays_with_new_lengths_bitwise(device):
         q_buffer.copy_(q)
         pool.view(torch.uint8).copy_(codes.view(torch.uint8))
         kv_buffer.copy_(kv)
-        slot_buffer[: slots.numel()].copy_(slots)
         plan(wrapper, qo, kv, slots, heads, causal=False)
+        plan(stock, qo, kv, slots, heads, causal=False)
         return q, codes, qo, kv, slots
 
     load(first)
@@ -150,6 +159,7 @@ def test_replays_with_new_lengths_bitwise(device):
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
+    load(first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -157,7 +167,7 @@ def test_replays_with_new_lengths_bitwise(device):
         q, codes, *_ = load(make_batch(kv_lens, num_slots, device, heads=heads, seed=number))
         out.fill_(float("nan"))
         graph.replay()
-        expected = run(wrapper, q, codes.to(torch.bfloat16))
+        expected = run(stock, q, codes.to(torch.bfloat16))
         assert torch.equal(out.view(torch.int16), expected.view(torch.int16)), kv_lens
 
 
@@ -175,13 +185,13 @@ def test_addresses_past_2_31_elements(device):
     pool = pool.view(torch.float8_e4m3fn)
     kv = torch.tensor([0, 6], dtype=torch.int32, device=device)
     live = LiveSlots(num_slots, device)
-    live.update(slots, kv, 1)
+    kv_rows = live.update(slots, kv, 1)
     rows = Workspace(num_slots, DIM, torch.bfloat16, device).fill(pool, live)
-    assert torch.equal(rows[slots.long()], values.to(torch.bfloat16))
+    assert torch.equal(rows[kv_rows.long()], values.to(torch.bfloat16))
     q = (torch.randn(1, heads, DIM, device=device) * 0.3).to(torch.bfloat16)
     wrapper = make_wrapper(device)
     qo = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    plan(wrapper, qo, kv, slots, heads, causal=False)
+    plan(wrapper, qo, kv, kv_rows, heads, causal=False)
     exact, _ = ref_mla(q[..., :CKV], q[..., CKV:], pool, slots, kv, sm_scale=SM_SCALE)
     error = (run(wrapper, q, rows).cpu().double() - exact).norm() / exact.norm()
     assert error < 2**-7

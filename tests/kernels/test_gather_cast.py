@@ -69,7 +69,8 @@ def test_every_code_is_exact(pool_dtype, out_dtype, device):
     out = torch.full(pool.shape, 7.0, dtype=out_dtype, device=device)
     both = torch.tensor([1, 0], dtype=torch.int32, device=device)
     gather_cast(pool, both, torch.tensor([2], dtype=torch.int32, device=device), out)
-    expected = cast_by_torch(pool, out_dtype)
+    expected = cast_by_torch(pool, out_dtype).flip(0)  # packed in the list's order
+    codes = codes.flip(0)
     same(out, expected)
     finite = expected.isfinite()
     assert torch.equal(
@@ -102,10 +103,18 @@ def test_lists_each_slot_once(kv_lens, shared, device):
     owner = torch.full((num_slots,), 123456789, dtype=torch.int32, device=device)
     slots = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
     count = torch.tensor([77], dtype=torch.int32, device=device)
-    list_live_slots(kv_indices, kv_indptr, len(kv_lens), owner, slots, count)
+    kv_rows = torch.full_like(kv_indices, -5)
+    bs, nnz = len(kv_lens), sum(kv_lens)
+    list_live_slots(kv_indices, kv_indptr, bs, owner, slots, count, kv_rows)
     assert count.item() == len(live)
     assert sorted(slots[: len(live)].tolist()) == live
     assert (slots[len(live) :] == -1).all(), "entries past the count were written"
+    assert torch.equal(slots[kv_rows[:nnz].long()], kv_indices[:nnz])
+    assert (kv_rows[nnz:] == -5).all(), "entries past nnz were written"
+    renumbered = kv_indices.clone()
+    list_live_slots(renumbered, kv_indptr, bs, owner, slots, count, renumbered)
+    assert torch.equal(slots[renumbered[:nnz].long()], kv_indices[:nnz])
+    assert torch.equal(renumbered[nnz:], kv_indices[nnz:])
 
 
 # the last shape has more slots than one round of the interpreted grid: 3 programs x 8 rows
@@ -113,19 +122,19 @@ def test_lists_each_slot_once(kv_lens, shared, device):
 @pytest.mark.parametrize("dim", [64, 512, 576, 640, 320])
 @pytest.mark.parametrize("pool_dtype", [E4M3, E5M2], ids=str)
 def test_writes_live_rows_and_no_others(kv_lens, dim, pool_dtype, device):
-    """Dead rows of the pool are NaN and dead rows of the workspace keep their contents."""
+    """Dead rows of the pool are NaN; rows of the workspace past the live ones keep theirs."""
     num_slots = 160
     kv_indptr, kv_indices, live = make_indices(kv_lens, num_slots, device)
     pool = make_pool(num_slots, dim, pool_dtype, device, live)
     storage = torch.full((num_slots, 1, dim + 8), -3.0, dtype=torch.bfloat16, device=device)
     out = storage[..., :dim]
     slots = LiveSlots(num_slots, device)
-    slots.update(kv_indices, kv_indptr, len(kv_lens))
+    kv_rows = slots.update(kv_indices, kv_indptr, len(kv_lens))
     assert gather_cast(pool, slots.slots, slots.count, out) is out
-    same(out[live], cast_by_torch(pool, torch.bfloat16)[live])
-    dead = torch.ones(num_slots, dtype=torch.bool)
-    dead[live] = False
-    assert (out.cpu()[dead] == -3).all(), "a dead row was written"
+    nnz = sum(kv_lens)
+    expected = cast_by_torch(pool, torch.bfloat16)[kv_indices[:nnz].cpu().long()]
+    same(out[kv_rows[:nnz].long()], expected)
+    assert (out[len(live) :] == -3).all(), "a row past the live ones was written"
     assert (storage[..., dim:] == -3).all(), "the padding of a row was written"
 
 
@@ -144,9 +153,12 @@ def test_any_batch(kv_lens, shared, seed):
     workspace = Workspace(num_slots, 576, torch.bfloat16, device)
     workspace.rows.fill_(float("nan"))
     slots = LiveSlots(num_slots, device)
-    slots.update(kv_indices, kv_indptr, len(kv_lens))
+    kv_rows = slots.update(kv_indices, kv_indptr, len(kv_lens))
     rows = workspace.fill(pool, slots)
-    same(rows[live], cast_by_torch(pool, torch.bfloat16)[live])
+    nnz = sum(kv_lens)
+    expected = cast_by_torch(pool, torch.bfloat16)[kv_indices[:nnz].cpu().long()]
+    same(rows[kv_rows[:nnz].long()], expected)
+    assert (kv_rows[nnz:] == 0).all()
     assert slots.count.item() == len(live)
 
 
@@ -202,9 +214,9 @@ def test_list_refuses_int64_indices():
     with pytest.raises(
         InvalidArgument, match=r"kv_indices must be contiguous int32, got torch\.int64"
     ):
-        list_live_slots(narrow.long(), narrow, 1, narrow, narrow, narrow)
+        list_live_slots(narrow.long(), narrow, 1, narrow, narrow, narrow, narrow)
     with pytest.raises(InvalidArgument, match="kv_indptr must hold bs \\+ 1 = 6 entries, got 4"):
-        list_live_slots(narrow, narrow, 5, narrow, narrow, narrow)
+        list_live_slots(narrow, narrow, 5, narrow, narrow, narrow, narrow)
 
 
 _COMPILE = """
@@ -221,6 +233,7 @@ lists = {"kv_indices": i32, "kv_indptr": i32, "owner": i32, "count": i32, "bs": 
 jobs = [
     (g._claim_slots_kernel, lists, {"BLOCK": 1024}),
     (g._compact_slots_kernel, {**lists, "live_slots": i32}, {"BLOCK": 1024}),
+    (g._find_rows_kernel, {**lists, "kv_rows": i32}, {"BLOCK": 1024}),
 ]
 cast = {"pool": u8, "live_slots": i32, "count": i32, "stride_pool": "i64", "stride_out": "i64"}
 for dtype in g.POOL_DTYPES:
@@ -283,8 +296,9 @@ def test_no_result_depends_on_the_bound(bound, device):
     workspace = Workspace(160, 576, torch.bfloat16, device)
     workspace.rows.fill_(float("nan"))
     slots = LiveSlots(160, device)
-    slots.update(kv_indices, kv_indptr, 3, bound)
-    same(workspace.fill(pool, slots)[live], cast_by_torch(pool, torch.bfloat16)[live])
+    kv_rows = slots.update(kv_indices, kv_indptr, 3, bound)[:131].long()
+    expected = cast_by_torch(pool, torch.bfloat16)[kv_indices[:131].cpu().long()]
+    same(workspace.fill(pool, slots)[kv_rows], expected)
 
 
 @pytest.mark.parametrize(
