@@ -12,14 +12,28 @@ Rows also go to $OUT/serve.json, with the machine line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import signal
+import subprocess
 import threading
 from http.client import HTTPException
 from typing import Any
 
 from sglang_fp8mla.machine import machine
+
+_servers: list[subprocess.Popen[bytes]] = []
+
+
+def stop_servers(signum: int, _frame: object) -> None:
+    """End with no server left: each has a session of its own, which `timeout` does not reach."""
+    for server in _servers:
+        if server.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+    os._exit(128 + signum)
 
 
 def load_tool(path: str, port: int) -> Any:
@@ -31,6 +45,14 @@ def load_tool(path: str, port: int) -> Any:
     spec.loader.exec_module(tool)
     tool.FIXED = [str(port) if word == str(tool.PORT) else word for word in tool.FIXED]
     tool.PORT = port
+    boot = tool.boot
+
+    def boot_and_note(*args: Any) -> Any:
+        server = boot(*args)
+        _servers.append(server)
+        return server
+
+    tool.boot = boot_and_note
     return tool
 
 
@@ -105,6 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     tool = os.path.expanduser(options.tool)
     options.model = options.model or os.path.join(os.path.dirname(tool), "models/mla-61l")
+    signal.signal(signal.SIGTERM, stop_servers)
     turns, rows = Turns(len(options.arms)), []  # type: ignore[var-annotated]
     threads = []
     for number, arm in enumerate(options.arms):

@@ -12,8 +12,8 @@ CUDA_VISIBLE_DEVICES=0 part state 100 python3 -m pytest -q --require-gpu -p no:c
 wait $NEXTN
 at nextn
 grep -v '^{' "$OUT/nextn.log" | tail -n 20
-# DP attention first: its long prompts differed from TP's once, and stock's own run was cut
-part parallel 250 $AB --port 22000 --boot 200 dp2 dcp2 tp2 one
+# DP attention first: stock's run of it was cut once. SGLang picks ports itself from 22000 on
+part parallel 250 $AB --port 18000 --boot 200 dp2 dcp2 tp2 one
 at parallel
 grep -v '^{' "$OUT/parallel.log" | tail -n 24
 pack

@@ -21,8 +21,12 @@ _ONE = (
 )
 _CHECKPOINT = "@{nextn}"
 _LOADED = "--load-format,auto"
-# what the two GPUs need no compiler and no multicast for
-_TWO = "--tp-size,2,--disable-custom-all-reduce,--enforce-disable-flashinfer-allreduce-fusion"
+# what the two GPUs need no compiler and no multicast for; servers that boot beside each other fill
+# the GPUs at different times, which SGLang's check takes for a fault
+_TWO = (
+    "--tp-size,2,--disable-custom-all-reduce,--enforce-disable-flashinfer-allreduce-fusion,"
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK:=0"
+)
 
 
 def _group(name: str, *words: str, model: str = "", auto: bool = True) -> tuple[str, ...]:

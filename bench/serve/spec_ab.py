@@ -9,8 +9,14 @@ other things: every token of every request, drafts accepted per verify, and mill
 and per target forward. The first arm of each group is what the others of the group are compared
 with; a group is the part of the name before a dot (`tp2.stock`, `tp2.exact`). Rows go to
 $OUT/spec.json, and to $OUT/NAME.json as they are measured. Exit 1 when an arm is lost, or when one
-whose name ends in `.exact` differs in a token; other arms say how many tokens agree before the
-first that does not.
+whose name ends in `.exact` differs in a token where stock repeats its own; other arms say how many
+tokens agree before the first that does not.
+
+Each workload runs twice on a server, and `repeats` says how many tokens came again. Without DP
+attention SGLang 0.5.23 sends a batch of token ids to the scheduler as one message. With it the
+requests go one by one, round robin, so which of them share a forward (and the GEMMs' shapes, and
+the rounding) is a matter of microseconds: there only the workloads of one request are bound to
+repeat.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from bench import serve_overlap
 from bench.serve.arms import SETS, expand
 
 # (requests, prompt tokens, new tokens)
-WORKLOADS = ((1, 64, 96), (4, 1024, 64), (3, 4096, 32))
+WORKLOADS = ((1, 64, 96), (1, 4096, 32), (4, 1024, 64), (3, 4096, 32))
 
 
 def in_out(name: str) -> str:
@@ -68,17 +74,19 @@ def measure(tool: Any, name: str, words: list[str], options: Any) -> dict[str, A
         row: dict[str, Any] = {"arm": name, "boot_s": round(time.time() - begin, 1)}
         for bs, length, new in WORKLOADS:
             prompts = make_prompts(bs, length)
-            generate(tool, prompts, new)
+            _, warm = generate(tool, prompts, new)
             first, _ = generate(tool, prompts, 1)
             whole, answers = generate(tool, prompts, new)
             info = [answer["meta_info"] for answer in answers]
             verifies = [i.get("spec_verify_ct") or 0 for i in info]
             forwards = max(verifies) or new - 1
+            ids = [answer["output_ids"] for answer in answers]
             row[f"{bs}x{length}"] = {
                 "ms_per_token": round((whole - first) / (new - 1) * 1e3, 3),
                 "ms_per_step": round((whole - first) / forwards * 1e3, 3),
                 "accept_length": round(sum((new - 1) / v for v in verifies if v) / bs, 3),
-                "ids": [answer["output_ids"] for answer in answers],
+                "repeats": common_tokens(ids, [answer["output_ids"] for answer in warm])[0],
+                "ids": ids,
             }
             # a run that is cut short keeps what it measured
             with open(in_out(f"{name}.json"), "w") as file:
@@ -117,12 +125,14 @@ def compare(rows: list[dict[str, Any]]) -> bool:
             alone = ""
             if single is not None:
                 alone = f", {common_tokens(mine['ids'], single[key]['ids'])[0]} as one GPU"
+            # where stock differs from itself, nobody can be equal to it
+            stable = key in base and base[key]["repeats"] == total
             if row["arm"].endswith(".exact"):
-                good &= agreed == total
+                good &= agreed == total or (key in base and not stable)
             print(
                 f"{row['arm']:<16} {key:>7} {mine['ms_per_step']:>8.3f} ms/step "
                 f"{mine['ms_per_token']:>8.3f} ms/token  accepted {mine['accept_length']:.3f}  "
-                f"{agreed}/{total} tokens as {base['arm']}" + alone
+                f"{agreed}/{total} tokens as {base['arm']}, {mine['repeats']} again" + alone
             )
     return good
 
