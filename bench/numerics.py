@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from contract.arms import OURS, forced
 from contract.scene import Scene, Shape, make_requests, ref_attention, shuffled_slots
 
+from sglang_fp8mla.machine import machine
+
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
@@ -108,10 +110,6 @@ ARMS = (
     Arm("triton, FP8 pool", "triton"),
     Arm("flashmla, FP8 pool", "flashmla", page_size=64),
 )
-
-
-# how an arm says that it cannot run here: a library that is missing, a shape, an assertion
-NOT_AT_HAND = (ImportError, OSError, RuntimeError, ValueError, TypeError, AssertionError)
 
 
 @contextlib.contextmanager
@@ -249,6 +247,7 @@ def main() -> None:
                 print(json.dumps(measure_storage(case, options.heads, options.seeds)), flush=True)
         return
     results: list[dict[str, Any]] = []
+    where = machine()
     for arm in ARMS:
         for case in CASES:
             if options.cases not in case.name:
@@ -258,8 +257,8 @@ def main() -> None:
                     measure(arm, case, options.device, options.heads, seed)
                     for seed in range(options.seeds)
                 ]
-            except NOT_AT_HAND as error:
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            except Exception as error:  # whatever keeps an arm from running is the finding
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
                 results.append({"arm": arm.name, "case": case.name, "failed": reason})
             else:
                 results.append(
@@ -267,11 +266,9 @@ def main() -> None:
                     | {name: max(one[name] for one in found) for name in ("kernel", "total")}
                 )
             print(json.dumps(results[-1]), flush=True)
-    if options.json:
-        machine = {"torch": torch.__version__, "heads": options.heads, "seeds": options.seeds}
-        if torch.cuda.is_available():
-            machine["device"] = torch.cuda.get_device_name()
-        options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+            if options.json:  # as it goes: a cut keeps what was measured
+                what = {"heads": options.heads, "seeds": options.seeds, "machine": where}
+                options.json.write_text(json.dumps({**what, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

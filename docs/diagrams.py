@@ -120,11 +120,9 @@ def decode_step() -> str:
     c.cells(left, 388, live, FP8, all_filled=False)
     c.arrow((left + 215, 418), (left + 215, 458), label="gather_cast: the 5 live rows alone",
             at=(left + 228, 442))  # fmt: skip
-    c.cells(left, 464, live, WIDE, all_filled=False)
-    c.text(
-        left, 510, "a bf16 workspace, allocated once: the same rows at the same slots,", color=MUTED
-    )
-    c.text(left, 527, "so no index is rewritten; the rest is never written nor read", color=MUTED)
+    c.cells(left, 464, set(range(len(live))), WIDE, all_filled=False)
+    c.text(left, 510, "a bf16 workspace, allocated once: the live rows, packed;", color=MUTED)
+    c.text(left, 527, "indices renumbered once per step; the rest is never read", color=MUTED)
     c.arrow((left + 440, 477), (right - 8, 477))
     c.box(right, 448, 300, 58, "FlashInfer, 16-bit kernel", "the bits that stock gives it")
     c.arrow((left + 440, 401), (right - 8, 401))

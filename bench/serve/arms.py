@@ -59,6 +59,35 @@ SETS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _feature(name: str, *words: str) -> tuple[str, ...]:
+    return _group(name, _LOADED, *words, model=_CHECKPOINT, auto=False)
+
+
+# prefill by flashinfer or by ours, decode by FlashMLA
+_HYBRID = "--kv-cache-dtype,fp8_e4m3,--page-size,64,--decode-attention-backend,flashmla"
+SETS |= {
+    "features-a": (
+        *_feature("page64", "--page-size,64"),
+        *_feature("e5m2", "--kv-cache-dtype,fp8_e5m2"),
+        # prefix hits, and long prefixes by chunks of MHA
+        *_feature("radix", "!disable-radix-cache"),
+        *_feature("hicache", "!disable-radix-cache,--enable-hierarchical-cache"),
+        *_feature("mixed", "--enable-mixed-chunk,--chunked-prefill-size,512"),
+    ),
+    "features-b": (
+        *_feature("unified", "--enable-unified-memory"),
+        *_feature("ngram", "--speculative-algorithm,NGRAM,--speculative-num-draft-tokens,4"),
+        *_feature("eager", "--disable-cuda-graph"),
+        # spec_ab sleeps and wakes a server that has this flag
+        *_feature("saver", "--enable-memory-saver"),
+        *(
+            f"hybrid.{arm}={_CHECKPOINT},--prefill-attention-backend,{backend},{_HYBRID},{_LOADED}"
+            for arm, backend in (("stock", "flashinfer"), ("exact", "flashinfer_mla_fp8"))
+        ),
+    ),
+}
+
+
 def expand(words: list[str], nextn: str) -> list[str]:
     """Names of sets become their arms; anything with `=` is an arm already."""
     arms: list[str] = []

@@ -75,6 +75,9 @@ def measure(tool: Any, name: str, words: list[str], options: Any) -> dict[str, A
         for bs, length, new in WORKLOADS:
             prompts = make_prompts(bs, length)
             _, warm = generate(tool, prompts, new)
+            if "--enable-memory-saver" in words:  # the rows must survive being given back
+                for call in ("release", "resume"):
+                    tool.call(f"/{call}_memory_occupation", {"tags": ["kv_cache"]})
             first, _ = generate(tool, prompts, 1)
             whole, answers = generate(tool, prompts, new)
             info = [answer["meta_info"] for answer in answers]

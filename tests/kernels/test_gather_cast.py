@@ -153,7 +153,9 @@ def test_any_batch(kv_lens, shared, seed):
     workspace = Workspace(num_slots, 576, torch.bfloat16, device)
     workspace.rows.fill_(float("nan"))
     slots = LiveSlots(num_slots, device)
+    given_indices = kv_indices.clone()
     kv_rows = slots.update(kv_indices, kv_indptr, len(kv_lens))
+    assert torch.equal(kv_indices, given_indices), "the caller's indices were renumbered"
     rows = workspace.fill(pool, slots)
     nnz = sum(kv_lens)
     expected = cast_by_torch(pool, torch.bfloat16)[kv_indices[:nnz].cpu().long()]
