@@ -1,41 +1,53 @@
 #!/usr/bin/env bash
-# Two H200s, 590 s: everything whose answer matters and whose time does not. See README.md beside it.
+# Two H200s, 560 s: everything whose answer matters and whose time does not. See README.md beside it.
 source bench/h200/env.sh
 python3 -m sglang_fp8mla.machine
-nvidia-smi --query-gpu=memory.used --format=csv
-# ten minutes of load on the second GPU; it outlives this command (results in /tmp/load)
-CUDA_VISIBLE_DEVICES=1 setsid bash bench/h200/load.sh 600 /tmp/load > /tmp/load.out 2>&1 &
-CUDA_VISIBLE_DEVICES=1 part trace 180 bash bench/h200/trace.sh &
-export CUDA_VISIBLE_DEVICES=0
+export NEXTN=/tmp/nextn8
+python3 -m bench.serve.make_nextn $NEXTN --layers 8
+# ten minutes of load and the faults, on the second GPU; they outlive this command (results in /tmp/load)
+CUDA_VISIBLE_DEVICES=1 setsid bash bench/h200/load.sh ${LOAD:-600} /tmp/load > /tmp/load.log 2>&1 < /dev/null &
+AB="python3 -m bench.serve.spec_ab --tool $TOOL"
 TEST="python3 -m pytest -q --require-gpu -p no:cacheprovider --maxfail=20 --tb=short"
-part lm 470 bash bench/h200/lm.sh &
+export CUDA_VISIBLE_DEVICES=0
 (
-  sleep 100
-  part faults 300 python3 -m bench.load.faults --json "$OUT/faults.json"
-) &
-(
-  part test_gather_cast_gpu 200 $TEST tests/gpu/test_gather_cast_gpu.py
-  part test_cases_gpu 90 $TEST tests/gpu/test_cases_gpu.py -k "draft or replay or graph"
-  part kit 130 bash tests/gpu/kit.sh
-  part sanitize 210 bash bench/h200/sanitize.sh &
-  part test_state_machine_gpu 200 $TEST -s tests/gpu/test_state_machine_gpu.py
+  part kit 150 bash tests/gpu/kit.sh
+  tail -n 30 "$OUT/kit/kit.md"
+  part test_cases_gpu 120 $TEST tests/gpu/test_cases_gpu.py
+  part test_state_machine_gpu 230 $TEST -s tests/gpu/test_state_machine_gpu.py
   at tests
+) &
+part numerics 350 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json" &
+(
+  sleep 70
+  # the offline door, and one that parses its arguments before plugins load
+  part engine 200 python3 bench/serve/engine.py $NEXTN &
+  part one_batch 200 python3 -m sglang_fp8mla.run sglang.benchmark.one_batch --model-path $NEXTN \
+    --skip-tokenizer-init --attention-backend flashinfer_mla_fp8 --kv-cache-dtype fp8_e4m3 \
+    --max-total-tokens 65536 --flashinfer-mla-disable-ragged --disable-prefill-cuda-graph \
+    --sampling-backend pytorch --cuda-graph-max-bs-decode 8 --batch-size 1 4 --input-len 512 --output-len 16 &
+  part trace 200 bash bench/h200/trace.sh &
   wait
 ) &
+# as many servers at once as 32 cores start in time; SGLang picks ports itself from 22000 on
 (
-  sleep 60
-  part numerics 300 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json"
-) &
-(
-  python3 -m bench.serve.make_nextn /tmp/nextn
-  sleep 250
-  # both GPUs. SGLang picks ports itself from 22000 on
-  unset CUDA_VISIBLE_DEVICES
-  part parallel 270 python3 -m bench.serve.spec_ab --tool "$TOOL" --port 18000 --boot 210 dp2 dcp2 tp2 one
+  sleep 100
+  part parallel 230 env -u CUDA_VISIBLE_DEVICES $AB --port 6000 --boot 180 dp2 dcp2 tp2 one
   at parallel
+  grep -v '^{' "$OUT/parallel.log"
 ) &
-while [ $(($(date +%s) - T0)) -lt 545 ] && [ -n "$(jobs -r | grep -v load.sh)" ]; do sleep 2; done
+(
+  sleep 200
+  part features 280 $AB --port 2000 --boot 230 ${FEATURES:-features-a features-b}
+  at features
+  grep -v '^{' "$OUT/features.log"
+) &
+(
+  sleep 300
+  part sanitize 200 python3 -m bench.sanitize --jobs 20 --limit 90 --deadline 190 --json "$OUT/sanitize.json"
+  at sanitize
+) &
+while [ $(($(date +%s) - T0)) -lt ${LIMIT:-530} ] && [ "$(jobs -r | wc -l)" -gt 1 ]; do sleep 2; done
 at end
-grep -v '^{' "$OUT/parallel.log" | tail -n 24
-cp -r /tmp/load /tmp/load.out "$OUT/" 2>/dev/null
+tail -n 5 /tmp/load.log /tmp/load/*.out | cut -c1-200
+cp -r /tmp/load "$OUT/load_so_far" 2> /dev/null
 pack

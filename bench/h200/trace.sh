@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One server over a bf16 pool, profiled: the trace in which no cast is to be found. Sourced setup as in env.sh.
-PORT=18700
+PORT=11000
 python3 -m sglang.launch_server --model-path ~/p/tools/models/mla-61l --max-total-tokens 131072 \
   --load-format dummy --skip-tokenizer-init --host 127.0.0.1 --port $PORT --sampling-backend pytorch \
   --cuda-graph-max-bs-decode 8 --disable-radix-cache --disable-prefill-cuda-graph \

@@ -75,7 +75,6 @@ SETS |= {
         *_feature("mixed", "--enable-mixed-chunk,--chunked-prefill-size,512"),
     ),
     "features-b": (
-        *_feature("unified", "--enable-unified-memory"),
         *_feature("ngram", "--speculative-algorithm,NGRAM,--speculative-num-draft-tokens,4"),
         *_feature("eager", "--disable-cuda-graph"),
         # spec_ab sleeps and wakes a server that has this flag

@@ -23,10 +23,11 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK_LIST = 1024
 _LIST_PROGRAMS_PER_SM = 2
-# measured on an H200 (docs/benchmarks.md): more programs move 128 K rows 2 % faster and cost 1.3 us
-# where there are few; double buffering and 8-byte loads moved them 2 to 5 % slower
+# measured on an H200 (bench/results/cast-lab.json): of 36 grids and blocks the fastest at 32 x 4096
+# among those within 0.2 us of the best at small batches. More programs than fit at once gain 1 us
+# there and lose 2 to 9 at one request; stealing blocks lost everywhere
 _BLOCK_T = 8
-_CAST_PROGRAMS_PER_SM = 16
+_CAST_PROGRAMS_PER_SM = 8
 _INTERPRETED_PROGRAMS = 3  # few and odd, so that tests walk the grid-stride loops
 
 
@@ -132,8 +133,7 @@ def _gather_cast_kernel(
     stride_pool,
     stride_out,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # largest power of two <= DIM
-    BLOCK_TAIL: tl.constexpr,  # power of two >= DIM - BLOCK_D, or 0
+    BLOCK_D: tl.constexpr,  # power of two >= DIM; one masked load beats an exact one and a tail
     BLOCK_T: tl.constexpr,
     E5M2: tl.constexpr,
     HW_E4M3: tl.constexpr,
@@ -143,30 +143,21 @@ def _gather_cast_kernel(
     Programs stride over blocks of BLOCK_T slots and own all columns of them.
     """
     n = tl.load(count)
-    first = tl.program_id(0) * BLOCK_T
-    step = tl.num_programs(0) * BLOCK_T
-    # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
-    offs_t = first + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    ahead = tl.load(live_slots + offs_t, mask=offs_t < n, other=0).to(tl.int64)
-    for start in range(first, n, step):
-        slot = ahead
-        offs_t = start + tl.arange(0, BLOCK_T)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < DIM
+    start = tl.program_id(0) * BLOCK_T
+    while start < n:
+        offs_t = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
         mask_t = offs_t < n
-        # the next round's slots are under way while this round's rows are
-        ahead = tl.load(live_slots + offs_t + step, mask=offs_t + step < n, other=0).to(tl.int64)
+        mask = mask_t[:, None] & mask_d[None, :]
+        # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
+        slot = tl.load(live_slots + offs_t, mask=mask_t, other=0).to(tl.int64)
         src = pool + slot * stride_pool
         dst = out + offs_t.to(tl.int64) * stride_out
-        offs_d = tl.arange(0, BLOCK_D)
-        code = tl.load(src[:, None] + offs_d[None, :], mask=mask_t[:, None], other=0)
-        if BLOCK_TAIL > 0:  # both loads in flight before the first conversion
-            offs_tail = BLOCK_D + tl.arange(0, BLOCK_TAIL)
-            mask_tail = mask_t[:, None] & (offs_tail < DIM)[None, :]
-            code_tail = tl.load(src[:, None] + offs_tail[None, :], mask=mask_tail, other=0)
+        code = tl.load(src[:, None] + offs_d[None, :], mask=mask, other=0)
         value = _decode_fp8(code, E5M2, HW_E4M3).to(out.dtype.element_ty)
-        tl.store(dst[:, None] + offs_d[None, :], value, mask=mask_t[:, None])
-        if BLOCK_TAIL > 0:
-            tail = _decode_fp8(code_tail, E5M2, HW_E4M3).to(out.dtype.element_ty)
-            tl.store(dst[:, None] + offs_tail[None, :], tail, mask=mask_tail)
+        tl.store(dst[:, None] + offs_d[None, :], value, mask=mask)
+        start += tl.num_programs(0) * BLOCK_T
 
 
 @functools.cache
@@ -181,12 +172,9 @@ def _device_facts(device: torch.device) -> tuple[int, bool]:
 
 def cast_constants(dim: int, pool_dtype: torch.dtype, *, hw_e4m3: bool) -> dict[str, Any]:
     """The compile-time constants of the cast kernel for rows of `dim` FP8 values."""
-    block_d = 1 << (dim.bit_length() - 1)
-    tail = dim - block_d
     return {
         "DIM": dim,
-        "BLOCK_D": block_d,
-        "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
+        "BLOCK_D": triton.next_power_of_2(dim),
         "BLOCK_T": _BLOCK_T,
         "E5M2": pool_dtype == torch.float8_e5m2,
         "HW_E4M3": hw_e4m3,
@@ -254,7 +242,8 @@ def _cast_programs(device: torch.device, bound: int | None) -> int:
     # a graph replays with other counts than it was captured with
     if bound is None or torch.cuda.is_current_stream_capturing():
         return sms * _CAST_PROGRAMS_PER_SM
-    return max(1, min(-(-bound // _BLOCK_T), sms * _CAST_PROGRAMS_PER_SM * 2))
+    # as many blocks as there are rows to cast, up to more than fit at once, which is 2 % faster
+    return max(1, min(-(-bound // _BLOCK_T), sms * _CAST_PROGRAMS_PER_SM * 16))
 
 
 def gather_cast(

@@ -122,7 +122,9 @@ def cached_cubin(
             file.write(hashlib.sha256(cubin).digest() + cubin)
         os.replace(temporary, path)
     except OSError as exc:
-        logger.debug("kernel cache %s is not writable: %s", directory, exc)
+        logger.warning(
+            "kernel cache %s is not writable (%s): every start compiles again", directory, exc
+        )
     return cubin
 
 

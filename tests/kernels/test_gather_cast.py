@@ -305,7 +305,7 @@ def test_no_result_depends_on_the_bound(bound, device):
 
 @pytest.mark.parametrize(
     ("bound", "capturing", "programs"),
-    [(None, False, 160), (64, True, 160), (64, False, 8), (0, False, 1), (1 << 20, False, 320)],
+    [(None, False, 80), (64, True, 80), (64, False, 8), (0, False, 1), (1 << 20, False, 1280)],
 )
 def test_the_grid_is_fixed_under_a_graph_and_cut_elsewhere(monkeypatch, bound, capturing, programs):
     """A captured grid must do for any replay; an eager one need not launch idle programs."""
