@@ -602,3 +602,36 @@ def test_the_draft_steps_are_ours_and_see_one_token_more_each(path: str, graph: 
                 )
                 scene.batch(whole)
                 scene.check(f"step {step}", out.view(bs, 16, 512), requests, q)
+
+
+def test_draft_rows_are_written_where_their_ids_say(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft step's ids are a strided view; SGLang's CUDA write kernel takes ids as contiguous.
+
+    (set_mla_kv_buffer.cuh of 0.5.23 checks `loc` for any stride and reads `loc[i]`. The CPU's write
+    is torch indexing, so that the kernel's reading is put in its place here.)
+    """
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    write = MLATokenToKVPool._write_mla_kv_buffer
+
+    def write_as_on_cuda(self: Any, buffer: Any, loc: torch.Tensor, *rows: torch.Tensor) -> None:
+        write(self, buffer, torch.as_strided(loc, loc.shape, (1,)), *rows)
+
+    monkeypatch.setattr(MLATokenToKVPool, "_write_mla_kv_buffer", write_as_on_cuda)
+    scene, slots = make_scene(24)
+    requests = make_requests(slots[:5], slots[5:14], slots[14:24])
+    batch = scene.batch(requests)
+    # three requests by two steps, as per_step_draft_out_cache_loc lays them out
+    steps = torch.stack([batch.out_cache_loc, torch.tensor([1, 2, 3])], dim=1)
+    batch.out_cache_loc = steps.T[0]
+    assert not batch.out_cache_loc.is_contiguous()
+    scene.plan(batch)
+    q = make_q(3, scene.shape)
+    out = scene.attend(batch, q, make_rows(3, scene.shape, seed=9))
+    scene.check("a draft step", out.view(3, 16, 512), requests, q)
+    written = scene.rows([request.slots[-1] for request in requests])
+    new = make_rows(3, scene.shape, seed=9).to(scene.shape.dtype)
+    expected = new.to(scene.pool.dtype).double()
+    assert torch.equal(written.cpu(), expected)
