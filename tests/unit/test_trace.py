@@ -324,6 +324,8 @@ RECORDED = Path(__file__).parents[1] / "data" / "traces"
         ("gather_cast-extend", False),
         ("native-decode", False),
         ("fused-decode", False),
+        ("bf16-decode", False),
+        ("bf16-extend", False),
     ],
 )
 def test_recorded_on_the_h200_the_cast_is_in_stock_alone(name, cast, capsys):
