@@ -580,8 +580,8 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         """Write the batch's new rows, by the pool's own doors, which quantise at scale 1."""
         where = stock.KVWriteLoc.for_batch(forward_batch)
         # Symptom: in a batch, the steps of a multi-step draft attend to rows that nobody wrote.
-        # Cause: sglang 0.5.23 gives each step a strided view of out_cache_loc
-        # (per_step_draft_out_cache_loc), and its CUDA write kernel (set_mla_kv_buffer.cuh) reads
+        # Cause: sglang 0.5.22 and 0.5.23 give each step a strided view of out_cache_loc
+        # (per_step_draft_out_cache_loc), and their CUDA write kernel (set_mla_kv_buffer.cuh) reads
         # the ids as if they were contiguous. Enough: all other ids are, and are not copied.
         # Remove when that kernel asks for a stride of 1.
         where.loc = where.loc.contiguous()
