@@ -1,7 +1,7 @@
 """`gather_cast` as CANDIDATE of ../shared/gpu/tools/kernel_ab.py, and its cast alone.
 
     CANDIDATE=bench.gather_candidate:attend python ~/p/tools/kernel_ab.py
-    python -m bench.gather_candidate        # the cast as a share of copy bandwidth, by constants
+    python -m bench.gather_candidate        # list and cast, the cast as a share of copy bandwidth
 
 As in the backend, the live slots are listed once per step, outside the layers.
 """
@@ -9,7 +9,6 @@ As in the backend, the live slots are listed once per step, outside the layers.
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from typing import Any
 
@@ -86,9 +85,7 @@ def fill_all(workspace: Workspace, pools: list[torch.Tensor], live: LiveSlots) -
 
 
 def main() -> None:
-    """Time the list and the cast for a few shapes and constants; JSON lines."""
-    from sglang_fp8mla.kernels import gather_cast as module
-
+    """Time the list and the cast for a few shapes; JSON lines."""
     device, num_slots, layers = torch.device("cuda"), 495_552, 4
     source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -102,9 +99,6 @@ def main() -> None:
         torch.randn(num_slots, 1, 576, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
         for _ in range(layers)
     ]
-    variants = [(module._BLOCK_T, module._CAST_PROGRAMS_PER_SM)]
-    if os.environ.get("VARIANTS"):
-        variants = [(t, p) for t in (2, 4, 8, 16) for p in (8, 16, 32, 64)]
     # runs of 64 slots as a paged allocator leaves them (and kernel_ab.py makes them), or lone slots
     shapes = [(1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1)]
     for bs, length, run in shapes:
@@ -115,15 +109,12 @@ def main() -> None:
         live = LiveSlots(num_slots, device)
         workspace = Workspace(num_slots, 576, torch.bfloat16, device)
         list_us = time_graph(partial(live.update, slots, kv_indptr, bs))
-        for block_t, programs in variants:
-            module._BLOCK_T, module._CAST_PROGRAMS_PER_SM = block_t, programs
-            us = time_graph(partial(fill_all, workspace, pools, live)) / layers
-            tb_s = live_tokens * 576 * 3 / us / 1e6
-            row = {"shape": f"{bs}x{length}", "run": run, "list_us": round(list_us, 1)}
-            row |= {"block_t": block_t, "programs_per_sm": programs}
-            row |= {"cast_us": round(us, 2), "TB_s": round(tb_s, 3)}
-            row |= {"of_copy": round(tb_s / copy_tb_s, 3)}
-            print(json.dumps(row), flush=True)
+        us = time_graph(partial(fill_all, workspace, pools, live)) / layers
+        tb_s = live_tokens * 576 * 3 / us / 1e6
+        row = {"shape": f"{bs}x{length}", "run": run, "list_us": round(list_us, 1)}
+        row |= {"cast_us": round(us, 2), "TB_s": round(tb_s, 3)}
+        row |= {"of_copy": round(tb_s / copy_tb_s, 3)}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -195,7 +196,11 @@ def markdown(results: list[dict[str, Any]], error: str) -> str:
 
 
 def plot(results: list[dict[str, Any]], file: Path) -> None:
-    """One dot an arm and case: kernel error to the left, total error to the right."""
+    """One mark an arm and case: kernel error to the left, total error to the right.
+
+    Arms stand below each other within a case, since some give the same bits. Errors too small for
+    the axis are in its column "0", NaN in its last one.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -203,25 +208,52 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
     arms = list(dict.fromkeys(r["arm"] for r in results))
     cases = list(dict.fromkeys(r["case"] for r in results))
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    # Okabe and Ito's colours, which the colour-blind can tell apart; full marks are our paths
+    colours = ("#000000", "#8a8a8a", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B")
+    ours = {arm.name for arm in ARMS if arm.path}
+    smallest, at_zero, at_nan = 1e-6, 2e-7, 1e1
+
+    def place(value: float) -> float:
+        if math.isnan(value):
+            return at_nan
+        return value if value >= smallest else at_zero
+
+    height = 1.3 + 0.58 * len(cases)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, height), sharex=True, sharey=True)
     for axis, error in zip(axes, ("kernel", "total")):
-        for arm in arms:
-            own = [r for r in results if r["arm"] == arm and r.get(error)]
+        for row in range(0, len(cases), 2):
+            axis.axhspan(row - 0.5, row + 0.5, color="#f2f2f2", zorder=0)
+        for i, arm in enumerate(arms):
+            own = [r for r in results if r["arm"] == arm and error in r]
             axis.plot(
-                [r[error] for r in own],
-                [cases.index(r["case"]) for r in own],
-                "o",
+                [place(r[error]) for r in own],
+                [cases.index(r["case"]) + 0.13 * (i - (len(arms) - 1) / 2) for r in own],
+                "osD^vPX"[i % 7],
+                color=colours[i % len(colours)],
+                fillstyle="full" if arm in ours else "none",
                 label=arm,
-                alpha=0.75,
+                markersize=4.5,
             )
         axis.set_xscale("log")
-        axis.set_xlabel(f"{error} error, relative to float64")
-        axis.grid(alpha=0.3)
+        axis.set_xlim(at_zero / 2, at_nan * 2)
+        axis.set_xticks(
+            [at_zero, *(10.0**e for e in range(-6, 1)), at_nan],
+            ["0", *(f"$10^{{{e}}}$" for e in range(-6, 0)), "1", "NaN"],
+        )
+        axis.minorticks_off()
+        axis.grid(axis="x", color="#dddddd")
+        axis.set_axisbelow(True)
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    axes[0].set_title("kernel: against float64 on the rows as stored", fontsize=10)
+    axes[1].set_title("total: against float64 on the rows as written", fontsize=10)
     axes[0].set_yticks(range(len(cases)), cases)
-    axes[0].invert_yaxis()
-    axes[1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    axes[0].set_ylim(len(cases) - 0.5, -0.5)
+    figure.supxlabel("‖out - exact‖ / ‖exact‖", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=len(arms), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.97))
+    figure.savefig(file, dpi=130)
 
 
 def main() -> None:

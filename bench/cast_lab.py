@@ -1,0 +1,273 @@
+"""Ways to lay out and schedule the cast of `gather_cast`, alone and before attention, on a GPU.
+
+    python -m bench.cast_lab [--attention] [--json FILE]
+
+What was tried on the way to the shipped kernel (bench/results/cast-lab.json, docs/benchmarks.md),
+and what has not been yet (`early`). Microseconds a layer, four layers in a CUDA graph; a shape is
+batch x tokens x run, the run being how many live slots are neighbours. Each variant's rows are
+compared with torch's cast before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from bench.gather_candidate import time_graph
+from sglang_fp8mla.machine import machine
+
+POOL, LAYERS, DIM = 495_552, 4, 576
+SHAPES = ((1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1))
+ATTENTION = ((8, 1, 1024), (16, 1, 4096), (16, 32, 4096), (16, 1, 131_072))  # heads, batch, tokens
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way; the defaults are the shipped one."""
+
+    rows: int = 8  # a block
+    programs: int = 8  # a multiprocessor; 0: one a block, which a CUDA graph cannot have
+    warps: int = 4
+    packed: bool = True  # row r of the list to row r, not to its own slot
+    split: bool = False  # loads of 512 and 64 columns, not one of 1024 that is masked
+    steal: bool = False  # later blocks by an atomic counter
+    early: bool = False  # slots are asked for before their count is known
+    evict_first: bool = False  # the loads
+
+
+VARIANTS = (
+    Variant(),
+    Variant(programs=0),
+    Variant(early=True),
+    Variant(early=True, programs=16),
+    Variant(programs=16),
+    Variant(programs=32),
+    Variant(rows=16),
+    Variant(rows=16, programs=0),
+    Variant(rows=4, programs=16),
+    Variant(steal=True),
+    Variant(split=True, programs=16),
+    Variant(packed=False),
+    Variant(packed=False, programs=0),
+    Variant(packed=False, split=True, programs=16),
+    Variant(packed=False, split=True, programs=16, steal=True),
+    Variant(packed=False, split=True, programs=16, evict_first=True),
+)
+
+
+@triton.jit
+def _row_part(src, dst, mask_t, offs_d, mask_d, HINT: tl.constexpr):
+    """Cast the columns offs_d of the rows at src [T] into the rows at dst [T]."""
+    mask = mask_t[:, None] & mask_d[None, :]
+    code = tl.load(src[:, None] + offs_d[None, :], mask=mask, other=0, eviction_policy=HINT)
+    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.bfloat16)
+    tl.store(dst[:, None] + offs_d[None, :], value, mask=mask)
+
+
+@triton.jit
+def _cast_kernel(
+    pool,  # *u8 [num_slots, DIM]
+    live_slots,  # *i32 [num_slots], first count[0] valid
+    count,  # *i32 [1]
+    queue,  # *i32 [2], zeros, left zeros
+    out,  # *bf16 [num_slots, DIM]
+    num_slots,
+    DIM: tl.constexpr,
+    T: tl.constexpr,
+    PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STEAL: tl.constexpr,
+    EARLY: tl.constexpr,
+    HINT: tl.constexpr,
+):
+    """As `gather_cast._gather_cast_kernel`, with the choices of a Variant."""
+    start = tl.program_id(0) * T
+    stride = tl.num_programs(0) * T
+    offs_t = start + tl.arange(0, T)
+    if EARLY:  # beside the count, not behind it; what lies past it is not used
+        slot = tl.load(live_slots + offs_t, mask=offs_t < num_slots, other=0)
+    n = tl.load(count)
+    while start < n:
+        offs_t = start + tl.arange(0, T)
+        mask_t = offs_t < n
+        if not EARLY:
+            slot = tl.load(live_slots + offs_t, mask=mask_t, other=0)
+        src = pool + slot.to(tl.int64) * DIM
+        dst = out + (offs_t if PACKED else slot).to(tl.int64) * DIM
+        if EARLY:
+            ahead = offs_t + stride
+            slot = tl.load(live_slots + ahead, mask=ahead < n, other=0)
+        if SPLIT:
+            columns = tl.arange(0, 512)
+            _row_part(src, dst, mask_t, columns, columns < DIM, HINT)
+            tail = 512 + tl.arange(0, 64)
+            _row_part(src, dst, mask_t, tail, tail < DIM, HINT)
+        else:
+            columns = tl.arange(0, 1024)
+            _row_part(src, dst, mask_t, columns, columns < DIM, HINT)
+        if STEAL:
+            if n > stride:  # noqa: SIM108 -- Triton would do the atomic on either side
+                start = stride + tl.atomic_add(queue, T, sem="relaxed")
+            else:
+                start = n
+        else:
+            start += stride
+    if STEAL:  # noqa: SIM102 -- `and` would evaluate both sides
+        if n > stride:  # noqa: SIM102
+            # the last one out leaves the counters as it found them
+            if tl.atomic_add(queue + 1, 1) == tl.num_programs(0) - 1:
+                tl.store(queue, 0)
+                tl.store(queue + 1, 0)
+
+
+class Lab:
+    """Four pools, one buffer of rows, and the launch of a variant on them."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda")
+        torch.manual_seed(0)
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        made = (torch.randn(POOL, 1, DIM, device=self.device) for _ in range(LAYERS))
+        self.pools = [rows.to(torch.float8_e4m3fn) for rows in made]
+        self.rows = torch.empty(POOL, 1, DIM, dtype=torch.bfloat16, device=self.device)
+        self._queue = torch.zeros(2, dtype=torch.int32, device=self.device)
+
+    def make_slots(self, live: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(slots [POOL] int32, first `live` valid; count [1] int32)."""
+        starts = torch.randperm(POOL // run - 1, device=self.device)[: live // run] + 1
+        slots = torch.zeros(POOL, dtype=torch.int32, device=self.device)
+        run_of = torch.arange(run, device=self.device)
+        slots[:live] = (starts[:, None] * run + run_of).flatten().to(torch.int32)
+        return slots, torch.tensor([live], dtype=torch.int32, device=self.device)
+
+    def cast(self, layer: int, variant: Variant, slots: Any, count: Any, live: int) -> None:
+        """One layer. `live` is the count as the host knows it: the grid of `programs=0`."""
+        programs = variant.programs * self.multiprocessors or -(-live // variant.rows)
+        _cast_kernel[(programs,)](
+            self.pools[layer].view(torch.uint8),
+            slots,
+            count,
+            self._queue,
+            self.rows,
+            POOL,
+            DIM=DIM,
+            T=variant.rows,
+            PACKED=variant.packed,
+            SPLIT=variant.split,
+            STEAL=variant.steal,
+            EARLY=variant.early,
+            HINT="evict_first" if variant.evict_first else "",
+            num_warps=variant.warps,
+        )
+
+    def layers(self, one: Callable[[int], None]) -> float:
+        """Microseconds a layer of `one(layer)`."""
+
+        def all_layers() -> None:
+            for layer in range(LAYERS):
+                one(layer)
+
+        return time_graph(all_layers) / LAYERS
+
+    def check(self, variant: Variant, slots: torch.Tensor, count: Any, live: int) -> None:
+        """Raise unless the variant's rows are torch's."""
+        self.rows.fill_(torch.nan)
+        self.cast(0, variant, slots, count, live)
+        mine = slots[:live].long()
+        got = self.rows[:live] if variant.packed else self.rows[mine]
+        if not torch.equal(got, self.pools[0][mine].to(torch.bfloat16)):
+            raise AssertionError(f"{variant} casts wrong rows")
+
+
+def copy_bytes_per_s(lab: Lab) -> float:
+    """The better of two ways to move 2 GiB, read and written, as kernel_ab.py takes it."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=lab.device)
+    target = torch.empty_like(source)
+    wide, wide_target = source.view(torch.bfloat16), target.view(torch.bfloat16)
+    ways = partial(target.copy_, source), partial(torch.add, wide, 1, out=wide_target)
+    return 2 * source.numel() / min(time_graph(way) for way in ways) * 1e6
+
+
+def attend_after(lab: Lab, heads: int, bs: int, tokens: int) -> dict[str, float]:
+    """Cast and FlashInfer's bf16 kernel, the packed variants; and that kernel alone."""
+    from flashinfer import BatchMLAPagedAttentionWrapper
+
+    live = bs * tokens
+    slots, count = lab.make_slots(live, 64)
+    i32 = {"dtype": torch.int32, "device": lab.device}
+    qo_indptr = torch.arange(bs + 1, **i32)
+    kv_lens, kv_rows = torch.full((bs,), tokens, **i32), torch.arange(live, **i32)
+    scratch = torch.empty(256 << 20, dtype=torch.uint8, device=lab.device)
+    wrapper = BatchMLAPagedAttentionWrapper(
+        scratch,
+        backend="auto",
+        use_cuda_graph=True,
+        qo_indptr=torch.empty_like(qo_indptr),
+        kv_indptr=torch.empty_like(qo_indptr),
+        kv_indices=torch.empty_like(kv_rows),
+        kv_len_arr=torch.empty_like(kv_lens),
+    )
+    wrapper.plan(
+        qo_indptr, qo_indptr * tokens, kv_rows, kv_lens, heads, 512, 64, 1, False, 192**-0.5,
+        torch.bfloat16, torch.bfloat16,
+    )  # fmt: skip
+    q = torch.randn(bs, heads, DIM, dtype=torch.bfloat16, device=lab.device) * 0.3
+    out = torch.empty(bs, heads, 512, dtype=torch.bfloat16, device=lab.device)
+
+    def attend(variant: Variant | None, layer: int) -> None:
+        if variant is not None:
+            lab.cast(layer, variant, slots, count, live)
+        rows = lab.rows
+        wrapper.run(q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:], out=out)
+
+    found = {"no cast": round(lab.layers(partial(attend, None)), 1)}
+    for variant in VARIANTS:
+        if variant.packed:
+            found[str(variant)] = round(lab.layers(partial(attend, variant)), 1)
+    return found
+
+
+def main() -> None:
+    """Time every variant; a line each, and the whole as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--attention", action="store_true", help="with FlashInfer's kernel behind")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    lab = Lab()
+    bandwidth = copy_bytes_per_s(lab)
+    result: dict[str, Any] = {"machine": machine(), "copy_TB_s": round(bandwidth / 1e12, 3)}
+    data = {shape: lab.make_slots(shape[0] * shape[1], shape[2]) for shape in SHAPES}
+    result["rows"] = []
+    for variant in VARIANTS:
+        row: dict[str, Any] = asdict(variant)
+        for (bs, tokens, run), (slots, count) in data.items():
+            live = bs * tokens
+            lab.check(variant, slots, count, live)
+            cast = partial(lab.cast, variant=variant, slots=slots, count=count, live=live)
+            row[f"{bs}x{tokens}x{run}"] = round(lab.layers(cast), 2)
+        row["of_copy"] = round(32 * 4096 * DIM * 3 / row["32x4096x64"] * 1e6 / bandwidth, 3)
+        result["rows"].append(row)
+        print(json.dumps(row), flush=True)
+    if options.attention:
+        result["attention"] = {}
+        for heads, bs, tokens in ATTENTION:
+            found = attend_after(lab, heads, bs, tokens)
+            result["attention"][f"{heads}x{bs}x{tokens}"] = found
+            print(json.dumps({f"{heads}x{bs}x{tokens}": found}), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
