@@ -16,8 +16,11 @@ Rows that must not be read are NaN codes, 0x7F and 0xFF; for initcheck they, and
 memory that nothing ever wrote. initcheck sees the writes of instrumented kernels alone, so it runs
 over all kernels and only what it finds in ours counts; the other tools instrument ours only.
 
-What the tools do not see: racecheck watches shared memory only, and by NVIDIA's documentation
-follows the bulk copies and wgmma in part; under any tool launches overlap less than without one.
+What the tools do not see: racecheck watches shared memory only; under any tool launches overlap
+less than without one. What racecheck sees too much: version 2025.3.1 seems to credit an mbarrier's
+arrival with the arriving lane's accesses alone: it reports those of the other lanes that a
+`__syncwarp` put before it (docs/reliability.md). They stay findings: a wait that was left out would
+name the same instructions.
 """
 
 from __future__ import annotations

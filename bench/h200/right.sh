@@ -22,7 +22,7 @@ part numerics 350 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json
   # the offline door, and one that parses its arguments before plugins load
   part engine 200 python3 bench/serve/engine.py $NEXTN &
   part one_batch 200 python3 -m sglang_fp8mla.run sglang.benchmark.one_batch --model-path $NEXTN \
-    --skip-tokenizer-init --attention-backend flashinfer_mla_fp8 --kv-cache-dtype fp8_e4m3 \
+    --attention-backend flashinfer_mla_fp8 --kv-cache-dtype fp8_e4m3 \
     --max-total-tokens 65536 --flashinfer-mla-disable-ragged --disable-prefill-cuda-graph \
     --sampling-backend pytorch --cuda-graph-max-bs-decode 8 --batch-size 1 4 --input-len 512 --output-len 16 &
   part trace 200 bash bench/h200/trace.sh &
@@ -37,7 +37,7 @@ part numerics 350 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json
 ) &
 (
   sleep 200
-  part features 280 $AB --port 2000 --boot 230 ${FEATURES:-features-a features-b}
+  part features 280 $AB --port 2000 --boot 230 ${FEATURES:-features-a features-b features-c}
   at features
   grep -v '^{' "$OUT/features.log"
 ) &

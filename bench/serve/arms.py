@@ -63,7 +63,8 @@ def _feature(name: str, *words: str) -> tuple[str, ...]:
     return _group(name, _LOADED, *words, model=_CHECKPOINT, auto=False)
 
 
-# prefill by flashinfer or by ours, decode by FlashMLA
+# one phase by flashinfer or by ours, the other by another backend
+_DECODE_ONLY = "--kv-cache-dtype,fp8_e4m3,--prefill-attention-backend,triton"
 _HYBRID = "--kv-cache-dtype,fp8_e4m3,--page-size,64,--decode-attention-backend,flashmla"
 SETS |= {
     "features-a": (
@@ -81,6 +82,17 @@ SETS |= {
         *_feature("saver", "--enable-memory-saver"),
         *(
             f"hybrid.{arm}={_CHECKPOINT},--prefill-attention-backend,{backend},{_HYBRID},{_LOADED}"
+            for arm, backend in (("stock", "flashinfer"), ("exact", "flashinfer_mla_fp8"))
+        ),
+    ),
+    "features-c": (
+        *_feature("compile", "--enable-torch-compile,--torch-compile-max-bs,2"),
+        *_feature("pdmux", "--enable-pdmux"),
+        *_feature("ngram16", "--speculative-algorithm,NGRAM,--page-size,16"),
+        *_feature("bf16", "--kv-cache-dtype,bfloat16"),
+        *(
+            f"decode.{arm}={_CHECKPOINT},--decode-attention-backend,{backend},{_DECODE_ONLY},"
+            f"{_LOADED},SGLANG_FP8MLA_DECODE_PATH:=gather_cast"
             for arm, backend in (("stock", "flashinfer"), ("exact", "flashinfer_mla_fp8"))
         ),
     ),

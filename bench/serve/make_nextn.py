@@ -160,8 +160,20 @@ def make_tensors(
     ]
 
 
+def write_tokenizer(directory: str) -> None:
+    """Some tokenizer, a word a token, for programs that will not start without one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {str(token): token for token in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(os.path.join(directory, "tokenizer.json"))
+    with open(os.path.join(directory, "tokenizer_config.json"), "w") as file:
+        json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "1"}, file)
+
+
 def write(directory: str, layers: int, seed: int) -> int:
-    """Write config.json and one safetensors file a layer; returns the bytes written."""
+    """Write config.json, a tokenizer, and a safetensors file a layer; returns bytes of weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -180,6 +192,7 @@ def write(directory: str, layers: int, seed: int) -> int:
         json.dump({"metadata": {"total_size": total}, "weight_map": index}, file)
     with open(os.path.join(directory, "config.json"), "w") as file:
         json.dump(make_config(layers), file, indent=1)
+    write_tokenizer(directory)
     return total
 
 
