@@ -3,9 +3,9 @@
     python -m bench.cast_lab [--attention] [--json FILE]
 
 What was tried on the way to the shipped kernel (bench/results/cast-lab.json, docs/benchmarks.md),
-and what has not been yet (`early`). Microseconds a layer, four layers in a CUDA graph; a shape is
-batch x tokens x run, the run being how many live slots are neighbours. Each variant's rows are
-compared with torch's cast before it is timed.
+and what has not been yet (`early`, `overlap`). Microseconds a layer, four layers in a CUDA graph; a
+shape is batch x tokens x run, the run being how many live slots are neighbours. Each variant's rows
+are compared with torch's cast before it is timed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Variant:
     steal: bool = False  # later blocks by an atomic counter
     early: bool = False  # slots are asked for before their count is known
     evict_first: bool = False  # the loads
+    overlap: bool = False  # launched while the kernel before drains (SM90's dependent launch)
 
 
 VARIANTS = (
@@ -49,6 +50,10 @@ VARIANTS = (
     Variant(programs=0),
     Variant(early=True),
     Variant(early=True, programs=16),
+    Variant(overlap=True),
+    Variant(overlap=True, early=True),
+    Variant(overlap=True, early=True, programs=16),
+    Variant(overlap=True, early=True, programs=32),
     Variant(programs=16),
     Variant(programs=32),
     Variant(rows=16),
@@ -88,8 +93,11 @@ def _cast_kernel(
     STEAL: tl.constexpr,
     EARLY: tl.constexpr,
     HINT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """As `gather_cast._gather_cast_kernel`, with the choices of a Variant."""
+    if OVERLAP:  # nothing may be read or written before the kernel before is done
+        tl.extra.cuda.gdc_wait()
     start = tl.program_id(0) * T
     stride = tl.num_programs(0) * T
     offs_t = start + tl.arange(0, T)
@@ -166,7 +174,9 @@ class Lab:
             STEAL=variant.steal,
             EARLY=variant.early,
             HINT="evict_first" if variant.evict_first else "",
+            OVERLAP=variant.overlap,
             num_warps=variant.warps,
+            launch_pdl=variant.overlap,
         )
 
     def layers(self, one: Callable[[int], None]) -> float:
