@@ -1,16 +1,15 @@
-"""The requests that load draws from, and what makes an answer under load equal to one alone.
+"""The requests that load draws from, and how an answer under load is held against one alone.
 
 Standard library only. Greedy decoding picks the largest logit, and rounding depends on the batch:
-where the server is not batch-invariant, a token may change where two logits lie close. What may
-change, and by how much, is taken from stock SGLang under the same load, see `Bound`.
+where the server is not batch-invariant, a token may change where two logits lie close.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Any
 
 VOCAB = 32000
@@ -22,6 +21,8 @@ _LONG = (1200, 1800, CHUNK - 1, CHUNK, CHUNK + 1, 3000, 2 * CHUNK, 6001, 8000)
 _DOCUMENTS = (1000, 2000, 3000, 4000)
 _TAILS = (1, 2, 7, 31, 64, 150)
 _NEW = (8, 13, 16, 24, 32, 48, 64)
+# how many of the largest shifts and of the worst differences are kept, and so counted as outside
+KEEP = 400
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,18 @@ class Ask:
     max_new_tokens: int
     weight: float = 1.0
 
+    def body(self, **more: Any) -> dict[str, Any]:
+        """For /generate: greedy, with the logprob of each token."""
+        params = {"temperature": 0, "max_new_tokens": self.max_new_tokens, "ignore_eos": True}
+        ids = list(self.input_ids)
+        return {"input_ids": ids, "sampling_params": params, "return_logprob": True, **more}
 
-def make_catalogue(seed: int, limit: int | None = None) -> list[Ask]:
+
+def make_catalogue(seed: int) -> list[Ask]:
     """The distinct requests, in the order in which they are asked alone; one seed, one catalogue.
 
     Short prompts around powers of two, long ones around the prefill chunk, documents shared by
-    random tails, and short prompts with long answers, which make a small pool overflow in decode.
-
-    Args:
-        seed: of the token ids and answer lengths.
-        limit: tokens; longer prompts are left out (a small pool, a fake server).
+    random tails, and short prompts with long answers, which fill a small pool in decode.
     """
     rng = random.Random(seed)
 
@@ -53,12 +56,11 @@ def make_catalogue(seed: int, limit: int | None = None) -> list[Ask]:
     for number, length in enumerate(_DOCUMENTS):
         document = tokens(length)
         asks += [
-            Ask(f"document-{number}+{tail}", document + tokens(tail), rng.choice(_NEW), 1.0)
+            Ask(f"document-{number}+{tail}", document + tokens(tail), rng.choice(_NEW))
             for tail in _TAILS
         ]
     asks += [Ask(f"long-{n}", tokens(n), rng.choice(_NEW), 0.4) for n in _LONG]
-    asks += [Ask(f"grow-{n}", tokens(n), 192, 1.5) for n in (4, 9, 20, 40, 70, 100)]
-    return [ask for ask in asks if limit is None or len(ask.input_ids) <= limit]
+    return asks + [Ask(f"grow-{n}", tokens(n), 192, 1.5) for n in (4, 9, 20, 40, 70, 100)]
 
 
 def spoil(ask: Ask, seed: int) -> Ask:
@@ -67,7 +69,7 @@ def spoil(ask: Ask, seed: int) -> Ask:
     ids = list(ask.input_ids)
     for place in rng.sample(range(len(ids)), max(1, len(ids) // 16)):
         ids[place] = (ids[place] + rng.randrange(1, VOCAB - 2)) % VOCAB
-    return Ask(f"{ask.name}*", tuple(ids), ask.max_new_tokens, 0.0)
+    return Ask(f"{ask.name}*", tuple(ids), ask.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Answer:
     """What /generate returned: natural-log probabilities, one per token.
 
     `top` holds (logprob, token) of the likeliest tokens by position; empty when not asked for.
+    `finish` is empty while a stream runs.
     """
 
     tokens: tuple[int, ...]
@@ -102,160 +105,110 @@ def parse(body: dict[str, Any]) -> Answer:
         KeyError, TypeError, ValueError: it is not such an object.
     """
     info = body["meta_info"]
-    reason = info.get("finish_reason") or {}
+    logprobs = tuple(_number(entry[0]) for entry in info["output_token_logprobs"] or ())
     return Answer(
-        tokens=tuple(int(token) for token in body["output_ids"]),
-        logprobs=tuple(_number(entry[0]) for entry in info.get("output_token_logprobs") or ()),
+        # a stream that was cut may hold a token without its logprob
+        tokens=tuple(int(token) for token in body["output_ids"][: len(logprobs)]),
+        logprobs=logprobs[: len(body["output_ids"])],
         top=tuple(
             tuple((_number(entry[0]), int(entry[1])) for entry in position)
             for position in info.get("output_top_logprobs") or ()
         ),
         cached_tokens=int(info.get("cached_tokens") or 0),
         retractions=int(info.get("num_retractions") or 0),
-        finish=str(reason.get("type", "") if isinstance(reason, dict) else reason),
+        finish=str((info.get("finish_reason") or {}).get("type", "")),
     )
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The first token that differs from the answer alone.
+class Comparison:
+    """An answer against the same request's alone.
 
     Attributes:
-        gap: how far the token given lay below the likeliest one, alone; a lower bound when it was
-            not among `top`.
-        shift: how much its own logprob moved; None when it was not among `top`.
+        shifts: |logprob - logprob alone| of each token before the first that differs; what follows
+            continues another text.
+        needed: the bound that would admit that first token, NaN as infinity; None when none
+            differs.
     """
 
-    position: int
-    gap: float
-    shift: float | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """`shifts`: |logprob under load - logprob alone| of each token up to the first difference."""
-
     shifts: tuple[float, ...]
-    difference: Difference | None
+    needed: float | None
     same_bits: bool
 
 
 def compare(alone: Answer, got: Answer) -> Comparison:
-    """`got`, whole or cut short by an abort, against the answer alone (with `top`).
-
-    What follows the first difference continues another text and is not compared.
-    """
-    n = min(len(alone.tokens), len(got.tokens))
-    same_bits = got.tokens == alone.tokens[: len(got.tokens)]
-    same_bits = same_bits and got.logprobs == alone.logprobs[: len(got.logprobs)]
-    # streams that were cut may hold a token without its logprob
-    known = min(n, len(alone.logprobs), len(got.logprobs))
+    """`got`, whole or cut short by an abort, against the answer alone (with `top`)."""
     shifts: list[float] = []
-    for i in range(n):
-        if alone.tokens[i] != got.tokens[i]:
-            return Comparison(tuple(shifts), _difference(alone, got, i), False)
-        if i < known:
-            shifts.append(abs(alone.logprobs[i] - got.logprobs[i]))
-    return Comparison(tuple(shifts), None, same_bits)
+    for i, (before, after) in enumerate(zip(alone.tokens, got.tokens)):
+        if before != after:
+            return Comparison(tuple(shifts), _needed(alone, got, i), False)
+        shifts.append(abs(alone.logprobs[i] - got.logprobs[i]))
+    # NaN is not 0
+    return Comparison(tuple(shifts), None, not any(shifts))
 
 
-def _difference(alone: Answer, got: Answer, i: int) -> Difference:
-    top = alone.top[i] if i < len(alone.top) else ()
-    best = alone.logprobs[i] if i < len(alone.logprobs) else math.nan
-    before = next((logprob for logprob, token in top if token == got.tokens[i]), None)
-    if before is None:
-        floor = min((logprob for logprob, _ in top), default=math.nan)
-        return Difference(i, best - floor, None)
-    after = got.logprobs[i] if i < len(got.logprobs) else math.nan
-    return Difference(i, best - before, abs(after - before))
+def _needed(alone: Answer, got: Answer, i: int) -> float:
+    """The shift that explains another token at `i`.
 
-
-@dataclass(frozen=True)
-class Bound:
-    """How far an answer under load may lie from the answer alone, where nothing is invariant.
-
-    `shift` is twice the largest shift of any token of stock SGLang under the same load: the house's
-    budget, twice what the reference loses. Two logits that each move by at most `shift` change
-    places only if they were at most `gap` = 2 * shift apart. A token of which `top` says nothing
-    passes on its gap alone.
+    Two logits that each move by at most `shift` change places only if they lay within 2 * shift;
+    and the one given moved by what its logprob says. One that was not among `top` lay at least as
+    low as they, and may pass on that alone.
     """
-
-    shift: float
-
-    @property
-    def gap(self) -> float:
-        return 2 * self.shift
-
-    def holds(self, difference: Difference) -> bool:
-        """NaN never holds."""
-        close = difference.gap <= self.gap
-        return close and (difference.shift is None or difference.shift <= self.shift)
+    top = {token: logprob for logprob, token in alone.top[i]}
+    before = top.get(got.tokens[i])
+    lowest = min(top.values()) if before is None else before
+    moved = 0.0 if before is None else abs(got.logprobs[i] - before)
+    half_gap = (alone.logprobs[i] - lowest) / 2
+    return math.inf if math.isnan(half_gap + moved) else max(half_gap, moved)
 
 
 @dataclass
 class Tally:
     """Sums over many comparisons, and the extremes that a bound is held against."""
 
-    keep: int = 400
     answers: int = 0
     tokens: int = 0
     not_same_bits: int = 0
+    other_token: int = 0
     nan: int = 0
     sum_of_squares: float = 0.0
-    # the largest shifts, and the differences that need the largest bound
-    shifts: list[float] = field(default_factory=list)
-    differences: list[tuple[float, int, str, Difference]] = field(default_factory=list)
-    num_differences: int = 0
+    largest_shifts: list[float] = field(default_factory=list)
+    # needed shift, request, position
+    worst_differences: list[tuple[float, str, int]] = field(default_factory=list)
 
     def add(self, name: str, found: Comparison) -> None:
         """Count one answer; `name` says which request, and how it was asked."""
+        shifts = [shift for shift in found.shifts if not math.isnan(shift)]
         self.answers += 1
+        self.tokens += len(found.shifts)
         self.not_same_bits += not found.same_bits
-        for shift in found.shifts:
-            self.tokens += 1
-            if math.isnan(shift):
-                self.nan += 1
-                continue
-            self.sum_of_squares += shift * shift
-            self._push(self.shifts, shift)
-        if found.difference is not None:
-            self.num_differences += 1
-            moved = found.difference.shift
-            need = max(found.difference.gap / 2, 0.0 if moved is None else moved)
-            if math.isnan(found.difference.gap) or (moved is not None and math.isnan(moved)):
-                need = math.inf
-            # the running number keeps the heap from comparing names
-            self._push(self.differences, (need, self.num_differences, name, found.difference))
-
-    def _push(self, heap: list[Any], item: Any) -> None:
-        if len(heap) < self.keep:
-            heapq.heappush(heap, item)
-        else:
-            heapq.heappushpop(heap, item)
+        self.nan += len(found.shifts) - len(shifts)
+        self.sum_of_squares += sum(shift * shift for shift in shifts)
+        self.largest_shifts = nlargest(KEEP, self.largest_shifts + shifts)
+        if found.needed is not None:
+            self.other_token += 1
+            worst = (found.needed, name, len(found.shifts))
+            self.worst_differences = nlargest(KEEP, [*self.worst_differences, worst])
 
     def report(self) -> dict[str, Any]:
-        """JSON, largest first; `shift_needed` is the bound that would admit the difference."""
-        shifts = sorted(self.shifts, reverse=True)
-        worst = sorted(self.differences, reverse=True)
+        """JSON, largest first."""
         return {
             "answers": self.answers,
             "tokens_compared": self.tokens,
             "answers_not_same_bits": self.not_same_bits,
-            "answers_with_another_token": self.num_differences,
+            "answers_with_another_token": self.other_token,
             "nan_logprobs": self.nan,
             "shift_rms": math.sqrt(self.sum_of_squares / max(self.tokens - self.nan, 1)),
-            "shift_max": shifts[0] if shifts else 0.0,
-            "largest_shifts": shifts,
-            "shift_needed": [need for need, *_ in worst],
-            "worst_differences": [
-                {"request": name, "position": d.position, "gap": d.gap, "shift": d.shift}
-                for _, _, name, d in worst[:40]
-            ],
+            "shift_max": max(self.largest_shifts, default=0.0),
+            "largest_shifts": self.largest_shifts,
+            "worst_differences": self.worst_differences,
         }
 
 
-def outside(report: dict[str, Any], bound: Bound) -> int:
-    """Shifts and differences of a `Tally.report` that `bound` does not admit, NaN included."""
-    beyond = [value for value in report["largest_shifts"] if not value <= bound.shift]
-    needed = [value for value in report["shift_needed"] if not value <= bound.shift]
-    return len(beyond) + len(needed) + int(report["nan_logprobs"])
+def outside(report: dict[str, Any], bound: float) -> int:
+    """Shifts and other tokens of a `Tally.report` that `bound` does not admit, NaN included."""
+    needed: list[float] = [
+        *report["largest_shifts"],
+        *(worst[0] for worst in report["worst_differences"]),
+    ]
+    return sum(value > bound for value in needed) + int(report["nan_logprobs"])
