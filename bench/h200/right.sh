@@ -31,13 +31,13 @@ part numerics 350 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json
 # as many servers at once as 32 cores start in time: one set of features; SGLang picks ports itself from 22000 on
 (
   sleep 100
-  part parallel 230 env -u CUDA_VISIBLE_DEVICES $AB --port 6000 --boot 180 dp2 dcp2 tp2 one
+  part parallel 230 env -u CUDA_VISIBLE_DEVICES $AB --port 8000 --boot 180 dp2 dcp2 tp2 one
   at parallel
   grep -v '^{' "$OUT/parallel.log"
 ) &
 (
   sleep 200
-  part features 280 $AB --port 2000 --boot 230 ${FEATURES:-features-c}
+  part features 280 $AB --port 2000 --boot 230 ${FEATURES:-features-c features-d}
   at features
   grep -v '^{' "$OUT/features.log"
 ) &

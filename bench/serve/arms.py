@@ -11,10 +11,8 @@ _OURS = "--attention-backend,flashinfer_mla_fp8,--kv-cache-dtype,fp8_e4m3"
 # bitwise stock's computation, so its tokens must be stock's
 _EXACT = f"{_OURS},SGLANG_FP8MLA_DECODE_PATH:=gather_cast,SGLANG_FP8MLA_EXTEND_PATH:=gather_cast"
 
-_NEXTN = (
-    "--speculative-algorithm,EAGLE,--speculative-num-steps,3,--speculative-eagle-topk,1,"
-    "--speculative-num-draft-tokens,4"
-)
+_CHAIN = "--speculative-num-steps,3,--speculative-eagle-topk,1,--speculative-num-draft-tokens,4"
+_NEXTN = f"--speculative-algorithm,EAGLE,{_CHAIN}"
 _ONE = (
     "--speculative-algorithm,EAGLE,--speculative-num-steps,1,--speculative-eagle-topk,1,"
     "--speculative-num-draft-tokens,2"
@@ -63,6 +61,13 @@ def _feature(name: str, *words: str) -> tuple[str, ...]:
     return _group(name, _LOADED, *words, model=_CHECKPOINT, auto=False)
 
 
+def _draft(name: str) -> tuple[str, ...]:
+    path = f"--speculative-draft-model-path,{{nextn}}-{name}"
+    # FlashInfer's MHA kernels would be compiled first, for minutes
+    backend = "--speculative-draft-attention-backend,triton"
+    return path, "--speculative-draft-load-format,dummy", backend
+
+
 # one phase by flashinfer or by ours, the other by another backend
 _DECODE_ONLY = "--kv-cache-dtype,fp8_e4m3,--prefill-attention-backend,triton"
 _HYBRID = "--kv-cache-dtype,fp8_e4m3,--page-size,64,--decode-attention-backend,flashmla"
@@ -95,6 +100,11 @@ SETS |= {
             f"{_LOADED},SGLANG_FP8MLA_DECODE_PATH:=gather_cast"
             for arm, backend in (("stock", "flashinfer"), ("exact", "flashinfer_mla_fp8"))
         ),
+    ),
+    # MHA drafts, of which nothing is accepted
+    "features-d": (
+        *_feature("eagle3", "--speculative-algorithm,EAGLE3", *_draft("eagle3"), _CHAIN),
+        *_feature("dflash", "--speculative-algorithm,DFLASH", *_draft("dflash")),
     ),
 }
 

@@ -172,6 +172,41 @@ def write_tokenizer(directory: str) -> None:
         json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "1"}, file)
 
 
+def write_drafts(directory: str, layers: int) -> None:
+    """DIR-eagle3, DIR-dflash: configs of MHA drafts, for --speculative-draft-load-format dummy."""
+    base = {
+        **{"hidden_size": HIDDEN, "intermediate_size": DENSE, "num_attention_heads": HEADS},
+        **{"num_key_value_heads": HEADS, "head_dim": HIDDEN // HEADS, "num_hidden_layers": 1},
+        **{"vocab_size": VOCAB, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6},
+        **{"hidden_act": "silu", "rope_theta": 10000, "torch_dtype": "bfloat16"},
+        **{"bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False},
+    }
+    features = {"block_size": 4, "target_layer_ids": [1, layers // 2, layers - 2]}
+    for name, config in (
+        (
+            "eagle3",
+            {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "model_type": "llama",
+                "draft_vocab_size": VOCAB,
+            },
+        ),
+        (
+            "dflash",
+            {
+                "architectures": ["DFlashDraftModel"],
+                "model_type": "qwen3",
+                "num_target_layers": layers,
+                "dflash_config": {**features, "mask_token_id": 2},
+            },
+        ),
+    ):
+        os.makedirs(f"{directory}-{name}", exist_ok=True)
+        with open(f"{directory}-{name}/config.json", "w") as file:
+            json.dump({**base, **config}, file, indent=1)
+        write_tokenizer(f"{directory}-{name}")
+
+
 def write(directory: str, layers: int, seed: int) -> int:
     """Write config.json, a tokenizer, and a safetensors file a layer; returns bytes of weights."""
     import torch
@@ -193,6 +228,7 @@ def write(directory: str, layers: int, seed: int) -> int:
     with open(os.path.join(directory, "config.json"), "w") as file:
         json.dump(make_config(layers), file, indent=1)
     write_tokenizer(directory)
+    write_drafts(directory, layers)
     return total
 
 

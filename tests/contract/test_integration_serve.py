@@ -34,6 +34,7 @@ def test_every_arm_resolves_as_its_groups_stock(tmp_path: Path) -> None:
     model = tmp_path / "nextn"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(make_nextn.make_config(61)))
+    make_nextn.write_drafts(str(model), 61)
     words = arms.expand(list(arms.SETS), str(model))
     names, argvs = [], []
     for arm in words:
