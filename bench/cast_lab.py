@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.gather_candidate import time_graph
+from bench.gather_candidate import copy_tb_s, make_slots, make_wrapper, time_graph
 from sglang_fp8mla.machine import machine
 
 POOL, LAYERS, DIM = 495_552, 4, 576
@@ -149,12 +149,10 @@ class Lab:
         self.rows = torch.empty(POOL, 1, DIM, dtype=torch.bfloat16, device=self.device)
         self._queue = torch.zeros(2, dtype=torch.int32, device=self.device)
 
-    def make_slots(self, live: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_list(self, live: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots [POOL] int32, first `live` valid; count [1] int32)."""
-        starts = torch.randperm(POOL // run - 1, device=self.device)[: live // run] + 1
         slots = torch.zeros(POOL, dtype=torch.int32, device=self.device)
-        run_of = torch.arange(run, device=self.device)
-        slots[:live] = (starts[:, None] * run + run_of).flatten().to(torch.int32)
+        slots[:live] = make_slots(POOL, live, run, self.device)
         return slots, torch.tensor([live], dtype=torch.int32, device=self.device)
 
     def cast(self, layer: int, variant: Variant, slots: Any, count: Any, live: int) -> None:
@@ -198,38 +196,13 @@ class Lab:
             raise AssertionError(f"{variant} casts wrong rows")
 
 
-def copy_bytes_per_s(lab: Lab) -> float:
-    """The better of two ways to move 2 GiB, read and written, as kernel_ab.py takes it."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device=lab.device)
-    target = torch.empty_like(source)
-    wide, wide_target = source.view(torch.bfloat16), target.view(torch.bfloat16)
-    ways = partial(target.copy_, source), partial(torch.add, wide, 1, out=wide_target)
-    return 2 * source.numel() / min(time_graph(way) for way in ways) * 1e6
-
-
 def attend_after(lab: Lab, heads: int, bs: int, tokens: int) -> dict[str, float]:
     """Cast and FlashInfer's bf16 kernel, the packed variants; and that kernel alone."""
-    from flashinfer import BatchMLAPagedAttentionWrapper
-
     live = bs * tokens
-    slots, count = lab.make_slots(live, 64)
+    slots, count = lab.make_list(live, 64)
     i32 = {"dtype": torch.int32, "device": lab.device}
-    qo_indptr = torch.arange(bs + 1, **i32)
-    kv_lens, kv_rows = torch.full((bs,), tokens, **i32), torch.arange(live, **i32)
-    scratch = torch.empty(256 << 20, dtype=torch.uint8, device=lab.device)
-    wrapper = BatchMLAPagedAttentionWrapper(
-        scratch,
-        backend="auto",
-        use_cuda_graph=True,
-        qo_indptr=torch.empty_like(qo_indptr),
-        kv_indptr=torch.empty_like(qo_indptr),
-        kv_indices=torch.empty_like(kv_rows),
-        kv_len_arr=torch.empty_like(kv_lens),
-    )
-    wrapper.plan(
-        qo_indptr, qo_indptr * tokens, kv_rows, kv_lens, heads, 512, 64, 1, False, 192**-0.5,
-        torch.bfloat16, torch.bfloat16,
-    )  # fmt: skip
+    qo_indptr, kv_rows = torch.arange(bs + 1, **i32), torch.arange(live, **i32)
+    wrapper = make_wrapper(qo_indptr, qo_indptr * tokens, kv_rows, heads, sm_scale=192**-0.5)
     q = torch.randn(bs, heads, DIM, dtype=torch.bfloat16, device=lab.device) * 0.3
     out = torch.empty(bs, heads, 512, dtype=torch.bfloat16, device=lab.device)
 
@@ -255,9 +228,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     lab = Lab()
-    bandwidth = copy_bytes_per_s(lab)
-    result: dict[str, Any] = {"machine": machine(), "copy_TB_s": round(bandwidth / 1e12, 3)}
-    data = {shape: lab.make_slots(shape[0] * shape[1], shape[2]) for shape in SHAPES}
+    bandwidth = copy_tb_s(lab.device)
+    result: dict[str, Any] = {"machine": machine(), "copy_TB_s": round(bandwidth, 3)}
+    data = {shape: lab.make_list(shape[0] * shape[1], shape[2]) for shape in SHAPES}
     result["rows"] = []
     for variant in VARIANTS:
         row: dict[str, Any] = asdict(variant)
@@ -266,7 +239,7 @@ def main() -> None:
             lab.check(variant, slots, count, live)
             cast = partial(lab.cast, variant=variant, slots=slots, count=count, live=live)
             row[f"{bs}x{tokens}x{run}"] = round(lab.layers(cast), 2)
-        row["of_copy"] = round(32 * 4096 * DIM * 3 / row["32x4096x64"] * 1e6 / bandwidth, 3)
+        row["of_copy"] = round(32 * 4096 * DIM * 3 / row["32x4096x64"] / 1e6 / bandwidth, 3)
         result["rows"].append(row)
         print(json.dumps(row), flush=True)
     if options.attention:

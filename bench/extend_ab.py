@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.gather_candidate import time_graph
+from bench.gather_candidate import make_wrapper, time_graph
 from sglang_fp8mla.machine import machine
 from sglang_fp8mla.workspace import LiveSlots, Workspace
 
@@ -36,45 +36,19 @@ SHAPES = [
 ]
 
 
-def make_wrapper(causal_plan: dict[str, Any], kv_dtype: torch.dtype) -> Any:
-    """A planned FlashInfer wrapper that a graph can capture."""
-    from flashinfer import BatchMLAPagedAttentionWrapper
-
-    p = causal_plan
-    scratch = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = BatchMLAPagedAttentionWrapper(
-        scratch,
-        backend="auto",
-        use_cuda_graph=True,
-        qo_indptr=torch.empty_like(p["qo"]),
-        kv_indptr=torch.empty_like(p["kv"]),
-        kv_indices=torch.empty_like(p["slots"]),
-        kv_len_arr=torch.empty_like(p["lens"]),
-    )
-    wrapper.plan(
-        p["qo"], p["kv"], p["slots"], p["lens"], p["heads"], CKV, DIM - CKV, 1, True, DIM**-0.5,
-        torch.bfloat16, kv_dtype,
-    )  # fmt: skip
-    return wrapper
-
-
 def measure(pools: list[torch.Tensor], heads: int, bs: int, new: int, total: int) -> dict[str, Any]:
     """One row: the median of each arm, and its largest difference from stock."""
     num_slots = pools[0].shape[0]
     i32 = {"dtype": torch.int32, "device": "cuda"}
     slots = (torch.randperm(num_slots - 1, device="cuda")[: bs * total] + 1).to(torch.int32)
-    plan = {
-        "qo": torch.arange(bs + 1, **i32) * new,
-        "kv": torch.arange(bs + 1, **i32) * total,
-        "lens": torch.full((bs,), total, **i32),
-        "slots": slots,
-        "heads": heads,
-    }
+    qo_indptr = torch.arange(bs + 1, **i32) * new
+    kv_indptr = torch.arange(bs + 1, **i32) * total
+    plan = partial(make_wrapper, qo_indptr, kv_indptr, causal=True, sm_scale=DIM**-0.5)
     q = (torch.randn(bs * new, heads, DIM, device="cuda") * 0.3).to(torch.bfloat16)
     out = torch.empty(bs * new, heads, CKV, dtype=torch.bfloat16, device="cuda")
-    bf16, native = make_wrapper(plan, torch.bfloat16), make_wrapper(plan, torch.float8_e4m3fn)
+    bf16, native = plan(slots, heads), plan(slots, heads, kv_dtype=torch.float8_e4m3fn)
     live = LiveSlots(num_slots, torch.device("cuda"))
-    packed = make_wrapper({**plan, "slots": live.update(slots, plan["kv"], bs)}, torch.bfloat16)
+    packed = plan(live.update(slots, kv_indptr, bs), heads)
     workspace = Workspace(num_slots, DIM, torch.bfloat16, torch.device("cuda"))
 
     def run(wrapper: Any, rows: torch.Tensor, **scales: float) -> None:

@@ -29,34 +29,56 @@ def attend(
     sm_scale: float,
 ) -> None:
     """One layer: cast the live rows, then FlashInfer's bf16 kernel. Planned at its first call."""
-    from flashinfer import BatchMLAPagedAttentionWrapper
-
     bs, heads, ckv = q_nope.shape
     if _state.get("kv_indices") is not kv_indices:
         _state.clear()
         live = LiveSlots(pool.shape[0], pool.device)
         kv_rows = live.update(kv_indices, kv_indptr, bs)
-        lens = kv_indptr[1:] - kv_indptr[:-1]
-        qo_indptr = torch.arange(bs + 1, dtype=torch.int32, device=pool.device)
-        scratch = torch.empty(256 << 20, dtype=torch.uint8, device=pool.device)
-        wrapper = BatchMLAPagedAttentionWrapper(
-            scratch,
-            backend="auto",
-            use_cuda_graph=True,
-            qo_indptr=torch.empty_like(qo_indptr),
-            kv_indptr=torch.empty_like(kv_indptr),
-            kv_indices=torch.empty_like(kv_indices),
-            kv_len_arr=torch.empty_like(lens),
+        wrapper = make_wrapper(
+            torch.arange(bs + 1, dtype=torch.int32, device=pool.device),
+            kv_indptr,
+            kv_rows,
+            heads,
+            kpe=pool.shape[-1] - ckv,
+            sm_scale=sm_scale,
+            dtype=q_nope.dtype,
         )
-        kpe = pool.shape[-1] - ckv
-        wrapper.plan(
-            qo_indptr, kv_indptr, kv_rows, lens, heads, ckv, kpe, 1, False, sm_scale,
-            q_nope.dtype, q_nope.dtype,
-        )  # fmt: skip
         rows = Workspace(pool.shape[0], pool.shape[-1], q_nope.dtype, pool.device)
         _state.update(kv_indices=kv_indices, live=live, wrapper=wrapper, workspace=rows)
     rows = _state["workspace"].fill(pool, _state["live"])
     _state["wrapper"].run(q_nope, q_pe, rows[..., :ckv], rows[..., ckv:], out=out)
+
+
+def make_wrapper(
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    heads: int,
+    *,
+    sm_scale: float,
+    kpe: int = 64,
+    causal: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> Any:
+    """FlashInfer's MLA wrapper, planned, for a CUDA graph; without `kv_dtype` rows are `dtype`."""
+    from flashinfer import BatchMLAPagedAttentionWrapper
+
+    lens = kv_indptr[1:] - kv_indptr[:-1]
+    wrapper = BatchMLAPagedAttentionWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=kv_indices.device),
+        backend="auto",
+        use_cuda_graph=True,
+        qo_indptr=torch.empty_like(qo_indptr),
+        kv_indptr=torch.empty_like(kv_indptr),
+        kv_indices=torch.empty_like(kv_indices),
+        kv_len_arr=torch.empty_like(lens),
+    )
+    wrapper.plan(
+        qo_indptr, kv_indptr, kv_indices, lens, heads, 512, kpe, 1, causal, sm_scale,
+        dtype, kv_dtype or dtype,
+    )  # fmt: skip
+    return wrapper
 
 
 def time_graph(fn: Any, repeat: int = 15) -> float:
@@ -84,17 +106,26 @@ def fill_all(workspace: Workspace, pools: list[torch.Tensor], live: LiveSlots) -
         workspace.fill(pool, live)
 
 
+def make_slots(num_slots: int, live: int, run: int, device: torch.device) -> torch.Tensor:
+    """`live` slots in shuffled runs of `run` neighbours, [live] int32; slots below `run` unused."""
+    starts = torch.randperm(num_slots // run - 1, device=device)[: live // run] + 1
+    return (starts[:, None] * run + torch.arange(run, device=device)).flatten().to(torch.int32)
+
+
+def copy_tb_s(device: torch.device) -> float:
+    """The better of two ways to move 2 GiB, read and written, as kernel_ab.py takes it."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    wide, wide_target = source.view(torch.bfloat16), target.view(torch.bfloat16)
+    ways = partial(target.copy_, source), partial(torch.add, wide, 1, out=wide_target)
+    return 2 * source.numel() / min(time_graph(way) for way in ways) / 1e6
+
+
 def main() -> None:
     """Time the list and the cast for a few shapes; JSON lines."""
     device, num_slots, layers = torch.device("cuda"), 495_552, 4
-    source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    # the better of two ways to move the same bytes, as kernel_ab.py takes it
-    wide, wide_target = source.view(torch.bfloat16), target.view(torch.bfloat16)
-    ways = partial(target.copy_, source), partial(torch.add, wide, 1, out=wide_target)
-    copy_tb_s = 2 * source.numel() / min(time_graph(way) for way in ways) / 1e6
-    ways = source = target = wide = wide_target = None  # type: ignore[assignment]
-    print(json.dumps({"copy_TB_s": round(copy_tb_s, 3), "gpu": torch.cuda.get_device_name()}))
+    bandwidth = copy_tb_s(device)
+    print(json.dumps({"copy_TB_s": round(bandwidth, 3), "gpu": torch.cuda.get_device_name()}))
     pools = [
         torch.randn(num_slots, 1, 576, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
         for _ in range(layers)
@@ -103,8 +134,7 @@ def main() -> None:
     shapes = [(1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1)]
     for bs, length, run in shapes:
         live_tokens = bs * length
-        starts = torch.randperm(num_slots // run - 1, device=device)[: live_tokens // run] + 1
-        slots = (starts[:, None] * run + torch.arange(run, device=device)).flatten().to(torch.int32)
+        slots = make_slots(num_slots, live_tokens, run, device)
         kv_indptr = torch.arange(bs + 1, dtype=torch.int32, device=device) * length
         live = LiveSlots(num_slots, device)
         workspace = Workspace(num_slots, 576, torch.bfloat16, device)
@@ -113,7 +143,7 @@ def main() -> None:
         tb_s = live_tokens * 576 * 3 / us / 1e6
         row = {"shape": f"{bs}x{length}", "run": run, "list_us": round(list_us, 1)}
         row |= {"cast_us": round(us, 2), "TB_s": round(tb_s, 3)}
-        row |= {"of_copy": round(tb_s / copy_tb_s, 3)}
+        row |= {"of_copy": round(tb_s / bandwidth, 3)}
         print(json.dumps(row), flush=True)
 
 

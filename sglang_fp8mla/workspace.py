@@ -26,10 +26,6 @@ class LiveSlots:
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self.bound: int | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self._owner.nbytes + self.slots.nbytes + self.count.nbytes
-
     def update(
         self,
         kv_indices: torch.Tensor,

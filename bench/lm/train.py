@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang_fp8mla.serving import mla_config
+
 PACKAGES = ("torch", "transformers", "jax", "sympy", "numpy", "scipy", "networkx", "triton")
 # what `bench.lm.loss` sends to the servers
 WINDOWS, WINDOW = 32, 2048
@@ -64,17 +66,8 @@ class Shape:
 
 def make_config(shape: Shape) -> dict[str, Any]:
     """config.json: every layer dense; no token ends a text, so eos is only a number."""
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "first_k_dense_replace": shape.layers,
-        "hidden_act": "silu",
+    return mla_config(shape.layers, shape.heads) | {
         "hidden_size": shape.hidden,
-        "initializer_range": 0.02,
         "intermediate_size": shape.mlp,
         "kv_lora_rank": shape.ckv,
         "q_lora_rank": shape.q_rank,
@@ -82,26 +75,10 @@ def make_config(shape: Shape) -> dict[str, Any]:
         "qk_rope_head_dim": shape.kpe,
         "v_head_dim": shape.value,
         "max_position_embeddings": shape.max_context,
-        "moe_intermediate_size": 256,
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
-        "scoring_func": "sigmoid",
-        "num_attention_heads": shape.heads,
-        "num_hidden_layers": shape.layers,
-        "num_key_value_heads": shape.heads,
         "num_nextn_predict_layers": 0,
         "rms_norm_eps": shape.eps,
         "rope_theta": shape.theta,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
         "vocab_size": shape.vocab,
     }
 

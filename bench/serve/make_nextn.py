@@ -20,6 +20,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_fp8mla.serving import mla_config
+
 VOCAB, HIDDEN, HEADS = 32000, 2048, 16
 Q_RANK, CKV, KPE, NOPE, VALUE = 1536, 512, 64, 128, 128
 DENSE, EXPERT, EXPERTS = 4096, 256, 8
@@ -36,44 +38,17 @@ def next_token(token: int) -> int:
 
 def make_config(layers: int) -> dict[str, Any]:
     """config.json: DeepSeek-V3's attention at 16 heads, dense layers, one NextN layer."""
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "first_k_dense_replace": layers,
-        "hidden_act": "silu",
+    return mla_config(layers, HEADS) | {
         "hidden_size": HIDDEN,
-        "initializer_range": 0.02,
         "intermediate_size": DENSE,
         "kv_lora_rank": CKV,
         "q_lora_rank": Q_RANK,
         "qk_nope_head_dim": NOPE,
         "qk_rope_head_dim": KPE,
         "v_head_dim": VALUE,
-        "max_position_embeddings": 163840,
         "moe_intermediate_size": EXPERT,
-        "moe_layer_freq": 1,
-        "n_group": 1,
         "n_routed_experts": EXPERTS,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
-        "scoring_func": "sigmoid",
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": HEADS,
-        "num_nextn_predict_layers": 1,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 10000,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
         "vocab_size": VOCAB,
     }
 
