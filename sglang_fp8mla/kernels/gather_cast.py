@@ -23,9 +23,8 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK_LIST = 1024
 _LIST_PROGRAMS_PER_SM = 2
-# measured on an H200 (bench/results/cast-lab.json): of 36 grids and blocks the fastest at 32 x 4096
-# among those within 0.2 us of the best at small batches. More programs than fit at once gain 1 us
-# there and lose 2 to 9 at one request; stealing blocks lost everywhere
+# measured on an H200 (bench/results/cast-lab.json): more programs than fit at once gain 1 us at
+# 32 x 4096 and lose 2 to 9 at one request; stealing blocks loses 2 % with this load
 _BLOCK_T = 8
 _CAST_PROGRAMS_PER_SM = 8
 _INTERPRETED_PROGRAMS = 3  # few and odd, so that tests walk the grid-stride loops
