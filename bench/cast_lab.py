@@ -3,9 +3,9 @@
     python -m bench.cast_lab [--attention] [--json FILE]
 
 What was tried on the way to the shipped kernel (bench/results/cast-lab.json, docs/benchmarks.md),
-and what has not been yet (`early`, `overlap`). Microseconds a layer, four layers in a CUDA graph; a
-shape is batch x tokens x run, the run being how many live slots are neighbours. Each variant's rows
-are compared with torch's cast before it is timed.
+and what it is held against (`known`). Microseconds a layer, four layers in a CUDA graph; a shape is
+batch x tokens x run, the run being how many live slots are neighbours. Each variant's rows are
+compared with torch's cast before it is timed.
 """
 
 from __future__ import annotations
@@ -32,48 +32,61 @@ ATTENTION = ((8, 1, 1024), (16, 1, 4096), (16, 32, 4096), (16, 1, 131_072))  # h
 
 @dataclass(frozen=True)
 class Variant:
-    """One way; the defaults are the shipped one."""
+    """One way to cast; whole rows without `chunks`."""
 
-    rows: int = 8  # a block
+    rows: int = 8  # a block of whole rows
+    chunks: int = 0  # a block of so many chunks of `width` columns, whatever rows they lie in
+    width: int = 8
     programs: int = 8  # a multiprocessor; 0: one a block, which a CUDA graph cannot have
     warps: int = 4
     packed: bool = True  # row r of the list to row r, not to its own slot
     split: bool = False  # loads of 512 and 64 columns, not one of 1024 that is masked
     steal: bool = False  # later blocks by an atomic counter
     early: bool = False  # slots are asked for before their count is known
-    evict_first: bool = False  # the loads
+    known: bool = False  # the count is the host's: kernel_ab.py's plain cast
+    evict_first: bool = False  # the codes, so that L2 keeps the rows for attention
     overlap: bool = False  # launched while the kernel before drains (SM90's dependent launch)
+
+    def __str__(self) -> str:
+        """What differs from the defaults."""
+        mine, plain = asdict(self), asdict(Variant())
+        return " ".join(f"{k}={v}" for k, v in mine.items() if v != plain[k]) or "rows=8"
 
 
 VARIANTS = (
+    Variant(programs=0, known=True),
     Variant(),
     Variant(programs=0),
-    Variant(early=True),
-    Variant(early=True, programs=16),
-    Variant(overlap=True),
-    Variant(overlap=True, early=True),
-    Variant(overlap=True, early=True, programs=16),
-    Variant(overlap=True, early=True, programs=32),
-    Variant(programs=16),
     Variant(programs=32),
-    Variant(rows=16),
-    Variant(rows=16, programs=0),
-    Variant(rows=4, programs=16),
+    Variant(overlap=True),
+    Variant(overlap=True, early=True, programs=32),
     Variant(steal=True),
     Variant(split=True, programs=16),
     Variant(packed=False),
-    Variant(packed=False, programs=0),
     Variant(packed=False, split=True, programs=16),
-    Variant(packed=False, split=True, programs=16, steal=True),
-    Variant(packed=False, split=True, programs=16, evict_first=True),
+    *(
+        Variant(chunks=chunks, programs=programs, overlap=overlap)
+        for chunks in (256, 512, 1024)
+        for programs in (8, 16)
+        for overlap in (False, True)
+    ),
+    Variant(chunks=256, programs=12, overlap=True),
+    Variant(chunks=256, programs=24, overlap=True),
+    Variant(chunks=256, programs=32, overlap=True),
+    Variant(chunks=256, programs=16, overlap=True, evict_first=True),
+    Variant(chunks=128, warps=2, programs=32, overlap=True),
+    Variant(chunks=256, warps=2, programs=16, overlap=True),
+    Variant(chunks=256, width=16, programs=16, overlap=True),
+    Variant(chunks=256, programs=0),
+    Variant(chunks=1024, steal=True, overlap=True),
 )
 
 
 @triton.jit
-def _row_part(src, dst, mask_t, offs_d, mask_d, HINT: tl.constexpr):
+def _row_part(src, dst, mask_t, offs_d, mask_d):
     """Cast the columns offs_d of the rows at src [T] into the rows at dst [T]."""
     mask = mask_t[:, None] & mask_d[None, :]
-    code = tl.load(src[:, None] + offs_d[None, :], mask=mask, other=0, eviction_policy=HINT)
+    code = tl.load(src[:, None] + offs_d[None, :], mask=mask, other=0)
     value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.bfloat16)
     tl.store(dst[:, None] + offs_d[None, :], value, mask=mask)
 
@@ -86,13 +99,14 @@ def _cast_kernel(
     queue,  # *i32 [2], zeros, left zeros
     out,  # *bf16 [num_slots, DIM]
     num_slots,
+    live,  # count[0] as the host knows it; read when KNOWN
     DIM: tl.constexpr,
     T: tl.constexpr,
     PACKED: tl.constexpr,
     SPLIT: tl.constexpr,
     STEAL: tl.constexpr,
     EARLY: tl.constexpr,
-    HINT: tl.constexpr,
+    KNOWN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """As `gather_cast._gather_cast_kernel`, with the choices of a Variant."""
@@ -103,7 +117,7 @@ def _cast_kernel(
     offs_t = start + tl.arange(0, T)
     if EARLY:  # beside the count, not behind it; what lies past it is not used
         slot = tl.load(live_slots + offs_t, mask=offs_t < num_slots, other=0)
-    n = tl.load(count)
+    n = live if KNOWN else tl.load(count)
     while start < n:
         offs_t = start + tl.arange(0, T)
         mask_t = offs_t < n
@@ -116,12 +130,12 @@ def _cast_kernel(
             slot = tl.load(live_slots + ahead, mask=ahead < n, other=0)
         if SPLIT:
             columns = tl.arange(0, 512)
-            _row_part(src, dst, mask_t, columns, columns < DIM, HINT)
+            _row_part(src, dst, mask_t, columns, columns < DIM)
             tail = 512 + tl.arange(0, 64)
-            _row_part(src, dst, mask_t, tail, tail < DIM, HINT)
+            _row_part(src, dst, mask_t, tail, tail < DIM)
         else:
             columns = tl.arange(0, 1024)
-            _row_part(src, dst, mask_t, columns, columns < DIM, HINT)
+            _row_part(src, dst, mask_t, columns, columns < DIM)
         if STEAL:
             if n > stride:  # noqa: SIM108 -- Triton would do the atomic on either side
                 start = stride + tl.atomic_add(queue, T, sem="relaxed")
@@ -132,6 +146,52 @@ def _cast_kernel(
     if STEAL:  # noqa: SIM102 -- `and` would evaluate both sides
         if n > stride:  # noqa: SIM102
             # the last one out leaves the counters as it found them
+            if tl.atomic_add(queue + 1, 1) == tl.num_programs(0) - 1:
+                tl.store(queue, 0)
+                tl.store(queue + 1, 0)
+
+
+@triton.jit
+def _chunk_kernel(
+    pool,  # *u8 [num_slots, DIM]
+    live_slots,  # *i32 [num_slots], first count[0] valid
+    count,  # *i32 [1]
+    queue,  # *i32 [2], zeros, left zeros
+    out,  # *bf16 [num_slots, DIM]
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    C: tl.constexpr,
+    STEAL: tl.constexpr,
+    HINT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Packed rows as one run of chunks: a thread loads WIDTH bytes and stores what they give."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    n = tl.load(count) * (DIM // WIDTH)
+    start = tl.program_id(0) * C
+    stride = tl.num_programs(0) * C
+    column = tl.arange(0, WIDTH)[None, :]
+    while start < n:
+        chunk = start + tl.arange(0, C)
+        mask = chunk < n
+        row = chunk // (DIM // WIDTH)
+        part = chunk % (DIM // WIDTH) * WIDTH
+        slot = tl.load(live_slots + row, mask=mask, other=0).to(tl.int64)
+        src = pool + slot * DIM + part
+        dst = out + row.to(tl.int64) * DIM + part
+        code = tl.load(src[:, None] + column, mask=mask[:, None], other=0, eviction_policy=HINT)
+        if STEAL:  # on its way while the codes are
+            if n > stride:  # noqa: SIM108 -- Triton would do the atomic on either side
+                start = stride + tl.atomic_add(queue, C, sem="relaxed")
+            else:
+                start = n
+        else:
+            start += stride
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.bfloat16)
+        tl.store(dst[:, None] + column, value, mask=mask[:, None])
+    if STEAL:  # noqa: SIM102 -- `and` would evaluate both sides
+        if n > stride:  # noqa: SIM102
             if tl.atomic_add(queue + 1, 1) == tl.num_programs(0) - 1:
                 tl.store(queue, 0)
                 tl.store(queue + 1, 0)
@@ -157,7 +217,27 @@ class Lab:
 
     def cast(self, layer: int, variant: Variant, slots: Any, count: Any, live: int) -> None:
         """One layer. `live` is the count as the host knows it: the grid of `programs=0`."""
-        programs = variant.programs * self.multiprocessors or -(-live // variant.rows)
+        block, blocks = variant.rows, live
+        if variant.chunks:
+            block, blocks = variant.chunks, live * (DIM // variant.width)
+        programs = variant.programs * self.multiprocessors or -(-blocks // block)
+        if variant.chunks:
+            _chunk_kernel[(programs,)](
+                self.pools[layer].view(torch.uint8),
+                slots,
+                count,
+                self._queue,
+                self.rows,
+                DIM=DIM,
+                WIDTH=variant.width,
+                C=variant.chunks,
+                STEAL=variant.steal,
+                HINT="evict_first" if variant.evict_first else "",
+                OVERLAP=variant.overlap,
+                num_warps=variant.warps,
+                launch_pdl=variant.overlap,
+            )
+            return
         _cast_kernel[(programs,)](
             self.pools[layer].view(torch.uint8),
             slots,
@@ -165,13 +245,14 @@ class Lab:
             self._queue,
             self.rows,
             POOL,
+            live,
             DIM=DIM,
             T=variant.rows,
             PACKED=variant.packed,
             SPLIT=variant.split,
             STEAL=variant.steal,
             EARLY=variant.early,
-            HINT="evict_first" if variant.evict_first else "",
+            KNOWN=variant.known,
             OVERLAP=variant.overlap,
             num_warps=variant.warps,
             launch_pdl=variant.overlap,
@@ -184,7 +265,7 @@ class Lab:
             for layer in range(LAYERS):
                 one(layer)
 
-        return time_graph(all_layers) / LAYERS
+        return time_graph(all_layers, 61) / LAYERS
 
     def check(self, variant: Variant, slots: torch.Tensor, count: Any, live: int) -> None:
         """Raise unless the variant's rows are torch's."""
@@ -233,7 +314,7 @@ def main() -> None:
     data = {shape: lab.make_list(shape[0] * shape[1], shape[2]) for shape in SHAPES}
     result["rows"] = []
     for variant in VARIANTS:
-        row: dict[str, Any] = asdict(variant)
+        row: dict[str, Any] = {"variant": str(variant)}
         for (bs, tokens, run), (slots, count) in data.items():
             live = bs * tokens
             lab.check(variant, slots, count, live)

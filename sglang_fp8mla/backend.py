@@ -590,6 +590,9 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         else:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, where, k, k_rope)
 
+    # --enable-torch-compile: dynamo would trace into the launches, of which it does not know every
+    # option (Triton's launch_pdl), and has nothing to fuse there
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend(
         self,
         wrapper: Any,

@@ -5,10 +5,13 @@ if [ ! -d ~/p/site ]; then
   mkdir -p ~/p
   tar -xJf .gpu/payload.tar.xz -C ~/p
   [ -f .gpu/jit.tar.xz ] && tar -xJf .gpu/jit.tar.xz -C ~
+  # FlashInfer's sources of MHA decode, for a model without MLA: site/flashinfer/data/csrc
+  [ -f .gpu/decode_csrc.tar.xz ] && tar -xJf .gpu/decode_csrc.tar.xz -C ~/p
 fi
 export PYTHONPATH=$HOME/p/site:$PWD
-rm -rf ~/p/site/sglang_fp8mla*
-python3 -m pip install -q --no-deps --no-build-isolation --no-index --target ~/p/site . 2>&1 | grep -v WARNING
+# KEEP=1: servers of the last command still run from it
+[ -n "${KEEP:-}" ] || rm -rf ~/p/site/sglang_fp8mla*
+[ -n "${KEEP:-}" ] || python3 -m pip install -q --no-deps --no-build-isolation --no-index --target ~/p/site . 2>&1 | grep -v WARNING
 TOOL=$HOME/p/tools/serve_ab.py
 STOCK=--attention-backend,flashinfer,--kv-cache-dtype,fp8_e4m3
 OURS=--attention-backend,flashinfer_mla_fp8,--kv-cache-dtype,fp8_e4m3

@@ -71,6 +71,10 @@ def _draft(name: str) -> tuple[str, ...]:
 # one phase by flashinfer or by ours, the other by another backend
 _DECODE_ONLY = "--kv-cache-dtype,fp8_e4m3,--prefill-attention-backend,triton"
 _HYBRID = "--kv-cache-dtype,fp8_e4m3,--page-size,64,--decode-attention-backend,flashmla"
+_NGRAM = "--speculative-algorithm,NGRAM,--speculative-num-draft-tokens,4"
+# what SGLang's own check asks for beside the flag
+_PDMUX = "--enable-pdmux,--chunked-prefill-size,-1,--disable-overlap-schedule"
+_PDMUX_GROUPS = "--pdmux-config-path,{nextn}-sarvam/pdmux.yaml"
 SETS |= {
     "features-a": (
         *_feature("page64", "--page-size,64"),
@@ -81,7 +85,7 @@ SETS |= {
         *_feature("mixed", "--enable-mixed-chunk,--chunked-prefill-size,512"),
     ),
     "features-b": (
-        *_feature("ngram", "--speculative-algorithm,NGRAM,--speculative-num-draft-tokens,4"),
+        *_feature("ngram", _NGRAM),
         *_feature("eager", "--disable-cuda-graph"),
         # spec_ab sleeps and wakes a server that has this flag
         *_feature("saver", "--enable-memory-saver"),
@@ -91,22 +95,88 @@ SETS |= {
         ),
     ),
     "features-c": (
-        *_feature("compile", "--enable-torch-compile,--torch-compile-max-bs,2"),
-        *_feature("pdmux", "--enable-pdmux"),
-        *_feature("ngram16", "--speculative-algorithm,NGRAM,--page-size,16"),
+        *_feature("ngram16", _NGRAM, "--page-size,16"),
         *_feature("bf16", "--kv-cache-dtype,bfloat16"),
+        *_feature("fp4", "--kv-cache-dtype,fp4_mx_block16"),
         *(
             f"decode.{arm}={_CHECKPOINT},--decode-attention-backend,{backend},{_DECODE_ONLY},"
             f"{_LOADED},SGLANG_FP8MLA_DECODE_PATH:=gather_cast"
             for arm, backend in (("stock", "flashinfer"), ("exact", "flashinfer_mla_fp8"))
         ),
     ),
-    # MHA drafts, of which nothing is accepted
     "features-d": (
+        # MHA drafts, of which nothing is accepted
         *_feature("eagle3", "--speculative-algorithm,EAGLE3", *_draft("eagle3"), _CHAIN),
         *_feature("dflash", "--speculative-algorithm,DFLASH", *_draft("dflash")),
+        # spec_ab gives every second request the adapter
+        *_feature("lora", "--lora-paths,adapter={nextn}-lora"),
+        # prefill by Triton: of FlashInfer's MHA kernels only decode's has to be compiled there
+        *_group(
+            "mha",
+            _LOADED,
+            "--prefill-attention-backend,triton,--kv-cache-dtype,bfloat16",
+            model="@{nextn}-mha",
+            auto=False,
+        ),
+    ),
+    "features-e": (
+        # requests come back from the host: spec_ab asks for more between than the pool holds
+        *_feature(
+            "evict",
+            "!disable-radix-cache,--enable-hierarchical-cache,--hicache-ratio,8",
+            "--max-total-tokens,16384",
+        ),
+        # weights and graphs too
+        *_feature(
+            "asleep",
+            "--enable-memory-saver,--enable-weights-cpu-backup",
+            "SGLANG_MEMORY_SAVER_CUDA_GRAPH:=1",
+        ),
+        # a decode server that is told that its prompts have come, and reads rows that nobody sent
+        *_feature("pd", "--disaggregation-mode,decode,--disaggregation-transfer-backend,fake"),
+        # DeepSeek cannot be split by layers, and FlashInfer MLA's cooperative launch asks for every
+        # SM of the GPU, of which a graph's stream has a part
+        *_feature("pdmux-deepseek", _PDMUX, "--disable-cuda-graph"),
+    ),
+    "features-f": (
+        *(
+            arm
+            for name, *words in (
+                ("pdmux", _PDMUX_GROUPS, "--disable-cuda-graph"),
+                ("pdmux-graph", _PDMUX_GROUPS),
+            )
+            for arm in _group(name, _LOADED, _PDMUX, *words, model="@{nextn}-sarvam", auto=False)
+        ),
+        # dense layers run whole, and the halves are planned and thrown away; MoE layers would need
+        # an all-to-all library
+        *_group(
+            "tbo",
+            _TWO,
+            _LOADED,
+            "--dp-size,2,--enable-dp-attention,--enable-two-batch-overlap",
+            model=_CHECKPOINT,
+            auto=False,
+        ),
+        # SGLang verified MLA with fa3 alone; here both names go the same way, to the end or not
+        *_feature("cp", _TWO, "--enable-prefill-cp,--cp-strategy,zigzag"),
+    ),
+    # minutes of compiling: the others would wait for it
+    "compile": (
+        # no `.exact` arm: SGLang has inductor choose the blocks of its reductions by timing, so two
+        # servers may add in different orders; its own mode, max-autotune, would choose GEMMs so too
+        *(
+            arm.replace("compile.exact", "compile.gather_cast")
+            for arm in _feature(
+                "compile",
+                "--enable-torch-compile,--torch-compile-max-bs,2",
+                "SGLANG_TORCH_COMPILE_MODE:=default",
+            )
+        ),
     ),
 }
+
+# groups that stock is expected to end with an error, and then ours with the same
+REFUSED = frozenset({"pdmux-deepseek", "pdmux-graph"})
 
 
 def expand(words: list[str], nextn: str) -> list[str]:

@@ -10,7 +10,15 @@ and per target forward. The first arm of each group is what the others of the gr
 with; a group is the part of the name before a dot (`tp2.stock`, `tp2.exact`). Rows go to
 $OUT/spec.json, and to $OUT/NAME.json as they are measured. Exit 1 when an arm is lost, or when one
 whose name ends in `.exact` differs in a token where stock repeats its own; other arms say how many
-tokens agree before the first that does not.
+tokens agree before the first that does not. A group of `arms.REFUSED` may
+end with an error if all its arms end with the same.
+
+Some flags of an arm ask for more than requests: with `--enable-memory-saver` the server sleeps and
+wakes before each run, its weights and graphs too where `--enable-weights-cpu-backup` stands; with
+`--hicache-ratio` other prompts push a run's own out of the device's pool first, and `cached` says
+how many tokens came back from where; with `--lora-paths` every second request has the adapter, and
+`without_adapter` says how many tokens are the same without; a decode server of
+`--disaggregation-mode` gets names for its requests, since its first tokens are a hash of them.
 
 Each workload runs twice on a server, and `repeats` says how many tokens came again. Without DP
 attention SGLang 0.5.23 sends a batch of token ids to the scheduler as one message. With it the
@@ -25,13 +33,16 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
+from http.client import HTTPException
 from typing import Any
 
 from bench import serve_overlap
-from bench.serve.arms import SETS, expand
+from bench.serve.arms import REFUSED, SETS, expand
 
 # (requests, prompt tokens, new tokens)
 WORKLOADS = ((1, 64, 96), (1, 4096, 32), (4, 1024, 64), (3, 4096, 32))
@@ -46,60 +57,131 @@ def make_prompts(bs: int, length: int) -> list[list[int]]:
     return [[(7 * i + 13 * j) % 31000 + 5 for i in range(length - 37 * j)] for j in range(bs)]
 
 
-def generate(tool: Any, prompts: list[list[int]], new: int) -> tuple[float, list[dict[str, Any]]]:
+# more than the 16,384 tokens of a pool that is to lose what it holds
+EVICTING = ((2, 8000), (2, 7900))
+# SGLang's words of the process that fell, without rank and time
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?([A-Z]\w*(?:Error|Exception): .+)", re.MULTILINE)
+
+
+def generate(
+    tool: Any, prompts: list[list[int]], new: int, **more: object
+) -> tuple[float, list[dict[str, Any]]]:
     body = {
         "input_ids": prompts,
         "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+        **more,
     }
     begin = time.perf_counter()
-    answers = json.loads(tool.call("/generate", body))
+    # seconds, after a minute of compiling at worst: an arm that hangs holds the others up
+    answers = json.loads(tool.call("/generate", body, timeout=100))
     return time.perf_counter() - begin, answers
+
+
+def extras(words: list[str], bs: int, key: str) -> dict[str, object]:
+    """What the flags of an arm ask of a request's body."""
+    if "--lora-paths" in words:
+        return {"lora_path": [None if j % 2 else "adapter" for j in range(bs)]}
+    if "--disaggregation-mode" in words:
+        # the address that SGLang's own warm-up gives: without one 0.5.23 falls
+        rooms = list(range(bs))
+        return {
+            "rid": [f"{key}-{j}" for j in rooms],
+            **{"bootstrap_host": "2.2.2.2", "bootstrap_room": rooms},
+        }
+    return {}
+
+
+def disturb(tool: Any, words: list[str]) -> None:
+    """What the flags of an arm ask for before a run, whose rows must survive it."""
+    if "--enable-memory-saver" in words:
+        all_of_it = "--enable-weights-cpu-backup" in words
+        for call in ("release", "resume"):
+            tags = {} if all_of_it else {"tags": ["kv_cache"]}
+            tool.call(f"/{call}_memory_occupation", tags)
+    if "--hicache-ratio" in words:
+        for bs, length in EVICTING:
+            others = [
+                [(11 * i + 17 * j + length) % 31000 + 5 for i in range(length)] for j in range(bs)
+            ]
+            generate(tool, others, 1)
+
+
+def find_error(name: str) -> str:
+    """The last exception in an arm's log, or nothing."""
+    try:
+        with open(in_out(f"{name}.log"), errors="replace") as log:
+            found = _ERROR.findall(log.read())
+    except OSError:
+        return ""
+    return str(found[-1])[:400] if found else ""
 
 
 def measure(tool: Any, name: str, words: list[str], options: Any) -> dict[str, Any]:
     """One arm: boot, warm up, measure, stop."""
     begin = time.time()
     server = tool.boot(name, words, options)
+    row: dict[str, Any] = {"arm": name}
     try:
         while True:
             if server.poll() is not None:
-                return {"arm": name, "error": f"the server exited with {server.returncode}"}
+                ended = f"the server exited with {server.returncode}"
+                return {**row, "error": ended, "why": find_error(name)}
             if time.time() - begin > options.boot:
-                return {"arm": name, "error": f"no /health within {options.boot} s"}
+                return {**row, "error": f"no /health within {options.boot} s"}
             try:
                 tool.call("/health", timeout=5)
                 break
             except OSError:
                 time.sleep(1)
-        row: dict[str, Any] = {"arm": name, "boot_s": round(time.time() - begin, 1)}
+        row["boot_s"] = round(time.time() - begin, 1)
         for bs, length, new in WORKLOADS:
-            prompts = make_prompts(bs, length)
-            _, warm = generate(tool, prompts, new)
-            if "--enable-memory-saver" in words:  # the rows must survive being given back
-                for call in ("release", "resume"):
-                    tool.call(f"/{call}_memory_occupation", {"tags": ["kv_cache"]})
-            first, _ = generate(tool, prompts, 1)
-            whole, answers = generate(tool, prompts, new)
+            key = f"{bs}x{length}"
+            prompts, more = make_prompts(bs, length), extras(words, bs, key)
+            generate(tool, prompts, new, **more)
+            first, _ = generate(tool, prompts, 1, **more)
+            disturb(tool, words)
+            whole, answers = generate(tool, prompts, new, **more)
+            disturb(tool, words)
+            _, again = generate(tool, prompts, new, **more)
             info = [answer["meta_info"] for answer in answers]
             verifies = [i.get("spec_verify_ct") or 0 for i in info]
             forwards = max(verifies) or new - 1
             ids = [answer["output_ids"] for answer in answers]
-            row[f"{bs}x{length}"] = {
+            row[key] = {
                 "ms_per_token": round((whole - first) / (new - 1) * 1e3, 3),
                 "ms_per_step": round((whole - first) / forwards * 1e3, 3),
                 "accept_length": round(sum((new - 1) / v for v in verifies if v) / bs, 3),
-                "repeats": common_tokens(ids, [answer["output_ids"] for answer in warm])[0],
+                "repeats": common_tokens(ids, [answer["output_ids"] for answer in again])[0],
+                "cached": count_cached(info),
                 "ids": ids,
             }
+            if "lora_path" in more:
+                _, plain = generate(tool, prompts, new)
+                same = common_tokens(ids, [answer["output_ids"] for answer in plain])[0]
+                row[key]["without_adapter"] = same
             # a run that is cut short keeps what it measured
             with open(in_out(f"{name}.json"), "w") as file:
                 json.dump(row, file)
         return row
+    except (OSError, HTTPException) as problem:  # it died, or will never answer
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(20)
+        return {**row, "error": repr(problem)[:300], "why": find_error(name)}
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
         time.sleep(2)
+
+
+def count_cached(info: list[dict[str, Any]]) -> dict[str, int]:
+    """Prompt tokens that were not computed, by where they lay."""
+    counts: dict[str, int] = {}
+    for one in info:
+        for where, tokens in (one.get("cached_tokens_details") or {}).items():
+            if isinstance(tokens, int):
+                counts[where] = counts.get(where, 0) + tokens
+    return counts
 
 
 def common_tokens(mine: list[list[int]], theirs: list[list[int]]) -> tuple[int, int]:
@@ -115,12 +197,17 @@ def compare(rows: list[dict[str, Any]]) -> bool:
     good = True
     single = next((row for row in rows if row["arm"] == "one.stock" and "error" not in row), None)
     for row in rows:
-        if "error" in row:
-            print(f"{row['arm']:<16} {row['error']}")
-            good = False
-            continue
         group = row["arm"].partition(".")[0]
         base = next(r for r in rows if r["arm"].partition(".")[0] == group)
+        if "error" in row:
+            why = row.get("why", "")
+            alike = bool(why) and all(
+                r.get("why") == why for r in rows if r["arm"].partition(".")[0] == group
+            )
+            ended = "ended as all of its group: " if alike else f"{row['error']}: "
+            print(f"{row['arm']:<16} {ended}{why}")
+            good &= alike and group in REFUSED
+            continue
         for bs, length, _ in WORKLOADS:
             key = f"{bs}x{length}"
             mine = row[key]
@@ -128,6 +215,10 @@ def compare(rows: list[dict[str, Any]]) -> bool:
             alone = ""
             if single is not None:
                 alone = f", {common_tokens(mine['ids'], single[key]['ids'])[0]} as one GPU"
+            if any(mine["cached"].values()):
+                alone += f", cached {mine['cached']}"
+            if "without_adapter" in mine:
+                alone += f", {mine['without_adapter']} without the adapter"
             # where stock differs from itself, nobody can be equal to it
             stable = key in base and base[key]["repeats"] == total
             if row["arm"].endswith(".exact"):

@@ -10,6 +10,7 @@ distinct live slots, never the size of the pool.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK_LIST = 1024
 _LIST_PROGRAMS_PER_SM = 2
-# measured on an H200 (bench/results/cast-lab.json): more programs than fit at once gain 1 us at
-# 32 x 4096 and lose 2 to 9 at one request; stealing blocks loses 2 % with this load
-_BLOCK_T = 8
-_CAST_PROGRAMS_PER_SM = 8
+# measured on an H200 (bench/results/cast-lab.json): larger blocks or more programs cost a request
+# of some thousand tokens 1 to 2 us, fewer programs cost a large batch 1 %
+_CHUNK = 8  # columns of a thread: 8 bytes loaded, 16 stored, both coalesced without shared memory
+_BLOCK_CAST = 256  # chunks
+_CAST_PROGRAMS_PER_SM = 16
+# int32 counts the chunks of all listed rows; the margin is what the last stride may pass them by
+_MAX_CHUNKS = 2**31 - 2**24
 _INTERPRETED_PROGRAMS = 3  # few and odd, so that tests walk the grid-stride loops
 
 
@@ -132,51 +136,63 @@ def _gather_cast_kernel(
     stride_pool,
     stride_out,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # power of two >= DIM; one masked load beats an exact one and a tail
-    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,  # columns; divides DIM
+    BLOCK: tl.constexpr,  # chunks
     E5M2: tl.constexpr,
     HW_E4M3: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[r] = cast(pool[live_slots[r]]) for r < count[0]; other rows keep their contents.
 
-    Programs stride over blocks of BLOCK_T slots and own all columns of them.
+    Programs stride over blocks of the listed rows, laid end to end and cut into chunks: no thread
+    idles where 576 columns end short of a power of two. With OVERLAP a program may start while the
+    kernel before it drains; all that it reads or writes lies behind the wait.
     """
-    n = tl.load(count)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < DIM
-    start = tl.program_id(0) * BLOCK_T
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    PER_ROW: tl.constexpr = DIM // CHUNK
+    n = tl.load(count) * PER_ROW
+    column = tl.arange(0, CHUNK)[None, :]
+    start = tl.program_id(0) * BLOCK
     while start < n:
-        offs_t = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-        mask_t = offs_t < n
-        mask = mask_t[:, None] & mask_d[None, :]
+        chunk = start + tl.arange(0, BLOCK)  # [BLOCK]
+        mask = chunk < n
+        row = chunk // PER_ROW
+        part = chunk % PER_ROW * CHUNK
         # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
-        slot = tl.load(live_slots + offs_t, mask=mask_t, other=0).to(tl.int64)
-        src = pool + slot * stride_pool
-        dst = out + offs_t.to(tl.int64) * stride_out
-        code = tl.load(src[:, None] + offs_d[None, :], mask=mask, other=0)
+        slot = tl.load(live_slots + row, mask=mask, other=0).to(tl.int64)
+        src = pool + slot * stride_pool + part
+        dst = out + row.to(tl.int64) * stride_out + part
+        code = tl.load(src[:, None] + column, mask=mask[:, None], other=0)  # [BLOCK, CHUNK]
         value = _decode_fp8(code, E5M2, HW_E4M3).to(out.dtype.element_ty)
-        tl.store(dst[:, None] + offs_d[None, :], value, mask=mask)
-        start += tl.num_programs(0) * BLOCK_T
+        tl.store(dst[:, None] + column, value, mask=mask[:, None])
+        start += tl.num_programs(0) * BLOCK
 
 
 @functools.cache
-def _device_facts(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether the GPU converts e4m3 itself); 0 on the CPU, interpreted."""
+def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """(multiprocessors, compute capability); zeros on the CPU, interpreted."""
     if device.type != "cuda":
-        return 0, False
+        return 0, (0, 0)
     properties = torch.cuda.get_device_properties(device)
-    # cvt of e4m3x2 exists from SM89 on (PTX ISA, `cvt`)
-    return properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9)
+    return properties.multi_processor_count, (properties.major, properties.minor)
 
 
-def cast_constants(dim: int, pool_dtype: torch.dtype, *, hw_e4m3: bool) -> dict[str, Any]:
-    """The compile-time constants of the cast kernel for rows of `dim` FP8 values."""
+def cast_constants(
+    dim: int, pool_dtype: torch.dtype, capability: tuple[int, int]
+) -> dict[str, Any]:
+    """The compile-time constants of the cast kernel for rows of `dim` FP8 values.
+
+    `capability` is that of the GPU; (0, 0) is the interpreter.
+    """
     return {
         "DIM": dim,
-        "BLOCK_D": triton.next_power_of_2(dim),
-        "BLOCK_T": _BLOCK_T,
+        "CHUNK": math.gcd(dim, _CHUNK),
+        "BLOCK": _BLOCK_CAST,
         "E5M2": pool_dtype == torch.float8_e5m2,
-        "HW_E4M3": hw_e4m3,
+        # cvt of e4m3x2 exists from SM89 on (PTX ISA, `cvt`), griddepcontrol from SM90 on
+        "HW_E4M3": capability >= (8, 9),
+        "OVERLAP": capability >= (9, 0),
     }
 
 
@@ -233,16 +249,16 @@ def list_live_slots(
     _find_rows_kernel[grid](kv_indices, kv_indptr, owner, kv_rows, bs, BLOCK=_BLOCK_LIST)
 
 
-def _cast_programs(device: torch.device, bound: int | None) -> int:
+def _cast_programs(device: torch.device, chunks: int | None) -> int:
     """Programs of a cast: fixed where a graph is captured, else cut to what the host knows."""
     sms, _ = _device_facts(device)
     if not sms:
         return _INTERPRETED_PROGRAMS
     # a graph replays with other counts than it was captured with
-    if bound is None or torch.cuda.is_current_stream_capturing():
+    if chunks is None or torch.cuda.is_current_stream_capturing():
         return sms * _CAST_PROGRAMS_PER_SM
     # as many blocks as there are rows to cast, up to more than fit at once, which is 2 % faster
-    return max(1, min(-(-bound // _BLOCK_T), sms * _CAST_PROGRAMS_PER_SM * 16))
+    return max(1, min(-(-chunks // _BLOCK_CAST), sms * _CAST_PROGRAMS_PER_SM * 16))
 
 
 def gather_cast(
@@ -260,7 +276,8 @@ def gather_cast(
 
     Args:
         pool: [num_slots, 1, dim] or [num_slots, dim], float8_e4m3fn or float8_e5m2. Rows may be
-            strided; the columns of a row are contiguous. dim is 576 for DeepSeek's MLA.
+            strided; the columns of a row are contiguous. dim is 576 for DeepSeek's MLA, of which
+            29 million slots are the limit.
         live_slots: [num_slots] int32, distinct slot ids; only the first count[0] are read.
         count: [1] int32, read on the device.
         out: shape of `pool`, bfloat16, float16 or float32, caller-owned, rows may be strided.
@@ -290,15 +307,25 @@ def gather_cast(
             "gather_cast: the columns of pool and out must be contiguous, "
             f"got strides {tuple(pool.stride())} and {tuple(out.stride())}"
         )
-    _, hw_e4m3 = _device_facts(pool.device)
-    _gather_cast_kernel[(_cast_programs(pool.device, bound),)](
+    _, capability = _device_facts(pool.device)
+    constants = cast_constants(dim, pool.dtype, capability)
+    per_row = dim // constants["CHUNK"]
+    if pool.shape[0] * per_row > _MAX_CHUNKS:
+        raise InvalidArgument(
+            f"gather_cast: pool must hold at most {_MAX_CHUNKS // per_row} slots of {dim} columns, "
+            f"got {pool.shape[0]}"
+        )
+    options = {"launch_pdl": True} if constants["OVERLAP"] else {}
+    programs = _cast_programs(pool.device, None if bound is None else bound * per_row)
+    _gather_cast_kernel[(programs,)](
         pool.view(torch.uint8),
         live_slots,
         count,
         out,
         pool.stride(0),
         out.stride(0),
-        **cast_constants(dim, pool.dtype, hw_e4m3=hw_e4m3),
+        **constants,
         num_warps=4,
+        **options,
     )
     return out

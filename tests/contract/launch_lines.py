@@ -48,8 +48,11 @@ def read_fields(server_args: Any) -> dict[str, str]:
     }
 
 
-def resolve(argv: list[str]) -> dict[str, Any]:
-    """One launch line, from the words of the command line to the end of the resolution."""
+def resolve(argv: list[str], *, check: bool) -> dict[str, Any]:
+    """One launch line, from the words of the command line to the end of the resolution.
+
+    With `check`, also what the launcher asks afterwards (SGLang's `check_server_args`).
+    """
     from sglang.srt.server_args import prepare_server_args
 
     result: dict[str, Any] = {}
@@ -58,6 +61,8 @@ def resolve(argv: list[str]) -> dict[str, Any]:
         with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
             server_args = prepare_server_args(argv)
             server_args.resolve_once()
+            if check:
+                server_args.check_server_args()
             result["fields"] = read_fields(server_args)
             result["pickled"] = read_fields(pickle.loads(pickle.dumps(server_args)))
     except SystemExit as error:
@@ -70,7 +75,7 @@ def resolve(argv: list[str]) -> dict[str, Any]:
     return result
 
 
-def start(argv: list[str]) -> tuple[int, int]:
+def start(argv: list[str], *, check: bool) -> tuple[int, int]:
     """`resolve` in a child: what a resolution writes to the process does not reach the next.
 
     Returns its process id and the pipe that its result comes through.
@@ -80,7 +85,7 @@ def start(argv: list[str]) -> tuple[int, int]:
     if child == 0:
         os.close(read_end)
         with os.fdopen(write_end, "w") as pipe:
-            json.dump(resolve(argv), pipe)
+            json.dump(resolve(argv, check=check), pipe)
         os._exit(0)
     os.close(write_end)
     return child, read_end
@@ -114,7 +119,7 @@ def main() -> None:
     for line in request["lines"]:
         if len(running) >= (os.cpu_count() or 1):
             results.append(finish(*running.popleft()))
-        running.append(start(line))
+        running.append(start(line, check=bool(request.get("check"))))
     results += [finish(*child) for child in running]
     json.dump(results, sys.stdout)
 

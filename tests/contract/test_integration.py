@@ -296,10 +296,14 @@ def resolve_lines(
     *,
     platform: dict[str, Any] = HOPPER,
     without_hooks: bool = False,
+    check: bool = False,
     env: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run launch_lines.py; a result a line."""
-    request = {"platform": platform, "lines": argvs, "without_hooks": without_hooks}
+    request = {
+        **{"platform": platform, "lines": argvs, "without_hooks": without_hooks},
+        "check": check,
+    }
     done = subprocess.run(
         [sys.executable, str(HERE / "launch_lines.py")],
         input=json.dumps(request),

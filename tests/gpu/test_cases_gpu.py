@@ -375,7 +375,9 @@ def mend_draft_runner(kit, draft, monkeypatch) -> None:
     compare = torch.testing.assert_close
 
     def comparing(actual, expected, **options):
-        if actual.is_floating_point() or actual.shape[-1] != len(gaps) + 1:
+        # the runner has nothing to say of some outputs, and says None
+        drafted = isinstance(actual, torch.Tensor) and not actual.is_floating_point()
+        if not drafted or actual.shape[-1] != len(gaps) + 1:
             compare(actual, expected, **options)
             return
         # the first drafted token is given; step i chose token i + 1

@@ -214,6 +214,26 @@ def test_fixed_splits_do_not_depend_on_the_batch(heads, backend):
         assert torch.equal(lse, want_lse[order])
 
 
+def test_fixed_splits_do_not_depend_on_how_many_units_a_worker_has(backend):
+    """80 requests and padded rows, some 500 units for 264 workers: requests alone, bitwise."""
+    generator = torch.Generator().manual_seed(1)
+    lens = torch.randint(1, 8300, (60,), generator=generator).tolist() + list(range(1, 81, 4))
+    case = make_case(lens, heads=16, device="cuda", pad_rows=3)
+    plan = attend(case, backend, split_len=512)
+    starts = case.kv_indptr.tolist()
+    for r in range(0, len(lens), 3):
+        indices = case.kv_indices[starts[r] : starts[r + 1]]
+        indptr = torch.tensor([0, lens[r]], dtype=torch.int32, device="cuda")
+        out, lse = torch.empty_like(case.out[:1]), torch.empty_like(case.lse[:1])
+        plan.plan(indptr, 1)
+        plan.run(
+            case.q_nope[r : r + 1], case.q_pe[r : r + 1], case.pool, indices, indptr, out,
+            sm_scale=SM_SCALE, lse_log2=lse,
+        )  # fmt: skip
+        assert torch.equal(out[0], case.out[r])
+        assert torch.equal(lse[0], case.lse[r])
+
+
 def test_foreign_nan_stays_out(backend):
     """A NaN code in one request's row shows there and nowhere else."""
     case = make_case([300, 300], heads=16, device="cuda")

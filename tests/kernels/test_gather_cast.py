@@ -117,9 +117,10 @@ def test_lists_each_slot_once(kv_lens, shared, device):
     assert torch.equal(renumbered[nnz:], kv_indices[nnz:])
 
 
-# the last shape has more slots than one round of the interpreted grid: 3 programs x 8 rows
+# the last shape has more chunks than one round of the interpreted grid: 3 programs x 256; rows of
+# 36 and 33 columns are cut into chunks of 4 and of 1
 @pytest.mark.parametrize("kv_lens", [[0], [1], [0, 5, 0, 3], [7, 8, 9], [90, 0, 41]], ids=str)
-@pytest.mark.parametrize("dim", [64, 512, 576, 640, 320])
+@pytest.mark.parametrize("dim", [64, 512, 576, 640, 320, 36, 33])
 @pytest.mark.parametrize("pool_dtype", [E4M3, E5M2], ids=str)
 def test_writes_live_rows_and_no_others(kv_lens, dim, pool_dtype, device):
     """Dead rows of the pool are NaN; rows of the workspace past the live ones keep theirs."""
@@ -211,6 +212,17 @@ def test_refuses_operands_that_break_the_contract(change, message):
     assert str(caught.value) == message
 
 
+def test_refuses_more_chunks_than_an_int32_counts():
+    """A pool of one row shown 30 M times: 72 chunks of 8 columns a row pass 2**31."""
+    pool = torch.zeros(1, 1, 576, dtype=torch.uint8).view(E4M3).expand(30_000_000, 1, 576)
+    out = torch.zeros(1, 1, 576, dtype=torch.bfloat16).expand(30_000_000, 1, 576)
+    one = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(
+        InvalidArgument, match="at most 29593144 slots of 576 columns, got 30000000"
+    ):
+        gather_cast(pool, one, one, out)
+
+
 def test_list_refuses_int64_indices():
     narrow = torch.zeros(4, dtype=torch.int32)
     with pytest.raises(
@@ -221,7 +233,8 @@ def test_list_refuses_int64_indices():
         list_live_slots(narrow, narrow, 5, narrow, narrow, narrow, narrow)
 
 
-_COMPILE = """
+_COMPILE = r"""
+import re
 import sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -240,15 +253,27 @@ jobs = [
 cast = {"pool": u8, "live_slots": i32, "count": i32, "stride_pool": "i64", "stride_out": "i64"}
 for dtype in g.POOL_DTYPES:
     for out in ("*bf16", "*fp16"):
-        constants = g.cast_constants(576, dtype, hw_e4m3=arch >= 89)
+        constants = g.cast_constants(576, dtype, divmod(arch, 10))
         jobs.append((g._gather_cast_kernel, {**cast, "out": out}, constants))
 for kernel, signature, constants in jobs:
     names = [p for p in kernel.arg_names if p not in constants]
     signature = {n: signature[n] for n in names} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constexprs=constants)
+    # what the launcher finds out: torch's pointers and the pool's strides are multiples of 16
+    names = list(enumerate(kernel.arg_names))
+    aligned = [i for i, name in names if "*" in signature[name] or name.startswith("stride")]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
     compiled = triton.compile(source, target=target, options={"num_warps": 4})
     assert compiled.metadata.shared <= 101376, compiled.metadata.shared
     print(kernel.__name__, compiled.metadata.shared)
+    if "OVERLAP" not in constants:
+        continue
+    # both ways without a detour through shared memory, and nothing is touched before the wait
+    assert not compiled.metadata.shared
+    text = compiled.asm["ptx"]
+    assert ("griddepcontrol.wait" in text) == (arch >= 90)
+    before, wait, _ = text.partition("griddepcontrol.wait")
+    assert not wait or not {"ld.global", "st.global"} & set(re.findall(r"..\.global", before))
 """
 
 
@@ -304,13 +329,21 @@ def test_no_result_depends_on_the_bound(bound, device):
 
 
 @pytest.mark.parametrize(
-    ("bound", "capturing", "programs"),
-    [(None, False, 80), (64, True, 80), (64, False, 8), (0, False, 1), (1 << 20, False, 1280)],
+    ("chunks", "capturing", "programs"),
+    [
+        (None, False, 160),
+        (72 * 64, True, 160),
+        (72 * 64, False, 18),
+        (0, False, 1),
+        (72 << 20, False, 2560),
+    ],
 )
-def test_the_grid_is_fixed_under_a_graph_and_cut_elsewhere(monkeypatch, bound, capturing, programs):
+def test_the_grid_is_fixed_under_a_graph_and_cut_elsewhere(
+    monkeypatch, chunks, capturing, programs
+):
     """A captured grid must do for any replay; an eager one need not launch idle programs."""
     from sglang_fp8mla.kernels import gather_cast as module
 
-    monkeypatch.setattr(module, "_device_facts", lambda device: (10, True))
+    monkeypatch.setattr(module, "_device_facts", lambda device: (10, (9, 0)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert module._cast_programs(torch.device("cuda"), bound) == programs
+    assert module._cast_programs(torch.device("cuda"), chunks) == programs

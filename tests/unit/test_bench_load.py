@@ -597,7 +597,7 @@ import pathlib, tempfile
 model = str(write_model(pathlib.Path(tempfile.mkdtemp()), 8))
 def line(name):
     words = ["--model-path", model, *servers.COMMON, *load._LOADED, *load.ARMS[name].words]
-    return launch_lines.resolve([*words, "--device", "cuda"])
+    return launch_lines.resolve([*words, "--device", "cuda"], check=True)
 refused = line("exact").get("error")
 admit_flashinfer()
 admit_flashinfer()
