@@ -22,12 +22,16 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.gather_candidate import copy_tb_s, make_slots, make_wrapper, time_graph
+from bench.gather_candidate import copy_tb_s, make_slots, make_wrapper, time_graphs
 from sglang_fp8mla.machine import machine
 
 POOL, LAYERS, DIM = 495_552, 4, 576
 SHAPES = ((1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1))
-ATTENTION = ((8, 1, 1024), (16, 1, 4096), (16, 32, 4096), (16, 1, 131_072))  # heads, batch, tokens
+# heads, batch, tokens: kernel_ab.py's
+ATTENTION = (
+    *((8, 1, 1024), (8, 1, 32768), (16, 1, 4096), (16, 32, 4096), (16, 128, 3000)),
+    *((16, 1, 131_072), (64, 32, 4096), (128, 32, 4096)),
+)
 
 
 @dataclass(frozen=True)
@@ -53,32 +57,31 @@ class Variant:
         return " ".join(f"{k}={v}" for k, v in mine.items() if v != plain[k]) or "rows=8"
 
 
+# the first three also behind a list in another order
 VARIANTS = (
     Variant(programs=0, known=True),
+    Variant(chunks=256, programs=16, overlap=True),
+    Variant(chunks=256, programs=12, overlap=True),
     Variant(),
     Variant(programs=0),
     Variant(programs=32),
     Variant(overlap=True),
-    Variant(overlap=True, early=True, programs=32),
     Variant(steal=True),
     Variant(split=True, programs=16),
     Variant(packed=False),
-    Variant(packed=False, split=True, programs=16),
-    *(
-        Variant(chunks=chunks, programs=programs, overlap=overlap)
-        for chunks in (256, 512, 1024)
-        for programs in (8, 16)
-        for overlap in (False, True)
-    ),
-    Variant(chunks=256, programs=12, overlap=True),
-    Variant(chunks=256, programs=24, overlap=True),
+    Variant(chunks=256, overlap=True),
+    Variant(chunks=256, programs=16),
     Variant(chunks=256, programs=32, overlap=True),
-    Variant(chunks=256, programs=16, overlap=True, evict_first=True),
-    Variant(chunks=128, warps=2, programs=32, overlap=True),
-    Variant(chunks=256, warps=2, programs=16, overlap=True),
-    Variant(chunks=256, width=16, programs=16, overlap=True),
     Variant(chunks=256, programs=0),
-    Variant(chunks=1024, steal=True, overlap=True),
+    Variant(chunks=256, programs=12, overlap=True, evict_first=True),
+    Variant(chunks=256, programs=16, overlap=True, evict_first=True),
+    Variant(chunks=256, warps=2, programs=12, overlap=True),
+    Variant(chunks=256, warps=2, programs=16, overlap=True),
+    Variant(chunks=256, warps=2, programs=24, overlap=True),
+    Variant(chunks=128, warps=2, programs=24, overlap=True),
+    Variant(chunks=256, width=16, programs=12, overlap=True),
+    Variant(chunks=512, overlap=True),
+    Variant(chunks=1024, overlap=True),
 )
 
 
@@ -258,14 +261,14 @@ class Lab:
             launch_pdl=variant.overlap,
         )
 
-    def layers(self, one: Callable[[int], None]) -> float:
-        """Microseconds a layer of `one(layer)`."""
+    def layers(self, ways: list[Callable[[int], None]]) -> list[float]:
+        """Microseconds a layer of each way, called with the layer; the ways take turns."""
 
-        def all_layers() -> None:
+        def all_layers(one: Callable[[int], None]) -> None:
             for layer in range(LAYERS):
                 one(layer)
 
-        return time_graph(all_layers, 61) / LAYERS
+        return [us / LAYERS for us in time_graphs([partial(all_layers, one) for one in ways], 61)]
 
     def check(self, variant: Variant, slots: torch.Tensor, count: Any, live: int) -> None:
         """Raise unless the variant's rows are torch's."""
@@ -278,30 +281,40 @@ class Lab:
 
 
 def attend_after(lab: Lab, heads: int, bs: int, tokens: int) -> dict[str, float]:
-    """Cast and FlashInfer's bf16 kernel, the packed variants; and that kernel alone."""
+    """FlashInfer's bf16 kernel alone, and behind each packed variant.
+
+    Rows lie in the order of the batch; `shuffled`: in blocks of 1024 at random.
+    """
     live = bs * tokens
     slots, count = lab.make_list(live, 64)
     i32 = {"dtype": torch.int32, "device": lab.device}
     qo_indptr, kv_rows = torch.arange(bs + 1, **i32), torch.arange(live, **i32)
-    wrapper = make_wrapper(qo_indptr, qo_indptr * tokens, kv_rows, heads, sm_scale=192**-0.5)
+    blocks = torch.randperm(-(-live // 1024), device=lab.device)
+    mixed = torch.cat([kv_rows[block * 1024 : (block + 1) * 1024] for block in blocks.tolist()])
     q = torch.randn(bs, heads, DIM, dtype=torch.bfloat16, device=lab.device) * 0.3
     out = torch.empty(bs, heads, 512, dtype=torch.bfloat16, device=lab.device)
 
-    def attend(variant: Variant | None, layer: int) -> None:
+    def attend(wrapper: Any, variant: Variant | None, layer: int) -> None:
         if variant is not None:
             lab.cast(layer, variant, slots, count, live)
         rows = lab.rows
         wrapper.run(q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:], out=out)
 
-    found = {"no cast": round(lab.layers(partial(attend, None)), 1)}
-    for variant in VARIANTS:
-        if variant.packed:
-            found[str(variant)] = round(lab.layers(partial(attend, variant)), 1)
-    return found
+    plain, shuffled = (
+        make_wrapper(qo_indptr, qo_indptr * tokens, rows, heads, sm_scale=192**-0.5)
+        for rows in (kv_rows, mixed)
+    )
+    ways = {"no cast": partial(attend, plain, None)}
+    packed = [variant for variant in VARIANTS if variant.packed]
+    ways |= {str(variant): partial(attend, plain, variant) for variant in packed}
+    ways |= {f"{v} shuffled": partial(attend, shuffled, v) for v in packed[:3]}
+    ways["no cast, last"] = ways["no cast"]
+    found = lab.layers(list(ways.values()))
+    return {name: round(us, 2) for name, us in zip(ways, found, strict=True)}
 
 
 def main() -> None:
-    """Time every variant; a line each, and the whole as JSON."""
+    """Time every variant; a line each shape, and the whole as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -311,24 +324,31 @@ def main() -> None:
     lab = Lab()
     bandwidth = copy_tb_s(lab.device)
     result: dict[str, Any] = {"machine": machine(), "copy_TB_s": round(bandwidth, 3)}
-    data = {shape: lab.make_list(shape[0] * shape[1], shape[2]) for shape in SHAPES}
-    result["rows"] = []
-    for variant in VARIANTS:
-        row: dict[str, Any] = {"variant": str(variant)}
-        for (bs, tokens, run), (slots, count) in data.items():
-            live = bs * tokens
+    result["columns"] = ["x".join(map(str, shape)) for shape in SHAPES] + ["of copy, 32x4096x64"]
+    times: dict[str, list[float]] = {str(variant): [] for variant in VARIANTS}
+    for bs, tokens, run in SHAPES:
+        live = bs * tokens
+        slots, count = lab.make_list(live, run)
+        ways: list[Callable[[int], None]] = []
+        for variant in VARIANTS:
             lab.check(variant, slots, count, live)
-            cast = partial(lab.cast, variant=variant, slots=slots, count=count, live=live)
-            row[f"{bs}x{tokens}x{run}"] = round(lab.layers(cast), 2)
-        row["of_copy"] = round(32 * 4096 * DIM * 3 / row["32x4096x64"] / 1e6 / bandwidth, 3)
-        result["rows"].append(row)
-        print(json.dumps(row), flush=True)
+            ways.append(partial(lab.cast, variant=variant, slots=slots, count=count, live=live))
+        for variant, us in zip(VARIANTS, lab.layers(ways), strict=True):
+            times[str(variant)].append(round(us, 2))
+    for row in times.values():
+        row.append(round(32 * 4096 * DIM * 3 / row[3] / 1e6 / bandwidth, 3))
+    result["rows"] = times
+    print(json.dumps(result["columns"]))
+    for name, row in times.items():
+        print(f"{name:52}", row, flush=True)
     if options.attention:
         result["attention"] = {}
         for heads, bs, tokens in ATTENTION:
             found = attend_after(lab, heads, bs, tokens)
             result["attention"][f"{heads}x{bs}x{tokens}"] = found
-            print(json.dumps({f"{heads}x{bs}x{tokens}": found}), flush=True)
+        for name in found:
+            line = [found[name] for found in result["attention"].values()]
+            print(f"{name:52}", line, flush=True)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 

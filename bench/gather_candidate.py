@@ -9,6 +9,7 @@ As in the backend, the live slots are listed once per step, outside the layers.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -81,23 +82,32 @@ def make_wrapper(
     return wrapper
 
 
-def time_graph(fn: Any, repeat: int = 15) -> float:
-    """Median microseconds of one replay of a graph of `fn`."""
-    fn()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def time_graphs(fns: list[Callable[[], Any]], repeat: int = 15) -> list[float]:
+    """Median microseconds of one replay of a graph of each; they take turns, so drift is shared."""
+    graphs = []
+    for fn in fns:
         fn()
-    times = []
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fn()
+        graphs.append(graph)
+    times: list[list[float]] = [[] for _ in graphs]
     for number in range(repeat + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if number >= 3:
-            times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times)[repeat // 2]
+        for graph, found in zip(graphs, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if number >= 3:
+                found.append(begin.elapsed_time(end) * 1e3)
+    return [sorted(found)[repeat // 2] for found in times]
+
+
+def time_graph(fn: Callable[[], Any], repeat: int = 15) -> float:
+    """Median microseconds of one replay of a graph of `fn`."""
+    return time_graphs([fn], repeat)[0]
 
 
 def fill_all(workspace: Workspace, pools: list[torch.Tensor], live: LiveSlots) -> None:

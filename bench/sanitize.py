@@ -17,10 +17,10 @@ memory that nothing ever wrote. initcheck sees the writes of instrumented kernel
 over all kernels and only what it finds in ours counts; the other tools instrument ours only.
 
 What the tools do not see: racecheck watches shared memory only; under any tool launches overlap
-less than without one. What racecheck sees too much: version 2025.3.1 seems to credit an mbarrier's
-arrival with the arriving lane's accesses alone: it reports those of the other lanes that a
-`__syncwarp` put before it (docs/reliability.md). They stay findings: a wait that was left out would
-name the same instructions.
+less than without one. racecheck (2025.3.1 and 2026.4) credits an mbarrier's arrival with the
+accesses of the arriving lane alone, where our kernel has one lane arrive for a warp behind a
+`__syncwarp`: it then reports the accesses of the other 31. So it gets a build in which each lane
+arrives (EACH_LANE in mla_decode.cu), which PTX orders alike; `--shipped` gives it the other one.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ KERNELS = (
     "_decode_kernel",
     "_merge_kernel",
     "_claim_slots_kernel",
+    "_count_winners_kernel",
     "_compact_slots_kernel",
     "_find_rows_kernel",
     "_gather_cast_kernel",
@@ -68,6 +69,7 @@ _NAME_PARTS = (
     "_decode_kernel",
     "_merge_kernel",
     "_slots_kernel",
+    "_count_winners",
     "_find_rows",
     "_gather_cast",
 )
@@ -420,11 +422,19 @@ def find_sanitizer() -> str | None:
 
 
 def make_command(
-    tool: str, group: str, sanitizer: str, port: int, *, known: str = "", device: str = "cuda"
+    tool: str,
+    group: str,
+    sanitizer: str,
+    port: int,
+    *,
+    known: str = "",
+    device: str = "cuda",
+    shipped: bool = False,
 ) -> list[str]:
     """The words of one process.
 
     Args:
+        shipped: racecheck over the kernel as it is, not as the module's text says.
         port: where the tool talks to its process; pairs run side by side, each with its own.
         known: text of `compute-sanitizer --help`; an option that it lacks is left out.
     """
@@ -433,6 +443,8 @@ def make_command(
         return work
     if tool == "initcheck":
         work.append("--no-poison")
+    if tool == "racecheck" and not shipped:
+        work.append("--each-lane")
     options = [
         ("--target-processes", "application-only"),  # not ptxas
         ("--launch-timeout", "120"),  # importing torch beside 15 others takes longer than 10 s
@@ -480,6 +492,18 @@ def run_pair(
     return row | {"seconds": round(time.perf_counter() - begin, 1), "returncode": code}
 
 
+def let_each_lane_arrive() -> None:
+    """Compile the CUDA kernel with EACH_LANE in this process."""
+    from sglang_fp8mla.kernels.mla_decode import CudaConfig
+
+    plain = CudaConfig.options
+
+    def options(self: CudaConfig, **shape: Any) -> tuple[str, ...]:
+        return (*plain(self, **shape), "-DEACH_LANE=1")
+
+    CudaConfig.options = options  # type: ignore[method-assign]
+
+
 def stop(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -514,10 +538,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=70, help="seconds of one process")
     parser.add_argument("--deadline", type=float, default=180, help="seconds of all processes")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shipped", action="store_true", help="racecheck: the kernel as it is")
+    parser.add_argument("--each-lane", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=GROUPS, help=argparse.SUPPRESS)
     parser.add_argument("--no-poison", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
+        if options.each_lane:
+            let_each_lane_arrive()
         child(options.child, options.device, poison=not options.no_poison)
         return 0
     tools, groups = options.tool.split(","), options.group.split(",")
@@ -529,7 +557,8 @@ def main(argv: list[str] | None = None) -> int:
     sanitizer = find_sanitizer()
     version = output_of(sanitizer, "--version") if sanitizer else "not found"
     known = output_of(sanitizer, "--help") if sanitizer else ""
-    result: dict[str, Any] = {"machine": machine(), "sanitizer": version[-200:], "rows": []}
+    result: dict[str, Any] = {"machine": machine(), "sanitizer": version[-200:]}
+    result |= {"racecheck_build": "shipped" if options.shipped else "EACH_LANE", "rows": []}
 
     def keep(row: dict[str, Any]) -> None:
         result["rows"].append(row)
@@ -542,8 +571,9 @@ def main(argv: list[str] | None = None) -> int:
             left = options.deadline - (time.perf_counter() - begin)
             port = 21000 + 20 * number
             words = make_command(
-                tool, group, sanitizer or "", port, known=known, device=options.device
-            )
+                tool, group, sanitizer or "", port,
+                known=known, device=options.device, shipped=options.shipped,
+            )  # fmt: skip
             return run_pair(
                 tool, group, words, min(options.limit, left),
                 expected=number_of_cases(group, options.device),

@@ -2,7 +2,8 @@
 
 `list_live_slots` runs once per step and names each distinct slot once, so a prefix that many
 requests share is moved once; `gather_cast` runs once per layer over that list, and packs the rows
-in its order, since scattered writes cost a tenth more. Both read their counts on the device: a
+in its order, since scattered writes cost a tenth more. That order is the batch's own, so attention
+reads what lies together. Both read their counts on the device: a
 captured CUDA graph replays with a new batch, with no sync and no allocation. The cost follows the
 distinct live slots, never the size of the pool.
 """
@@ -40,16 +41,13 @@ def _claim_slots_kernel(
     kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
     kv_indptr,  # *i32 [bs + 1]
     owner,  # *i32 [num_slots]
-    count,  # *i32 [1]
     bs,
     BLOCK: tl.constexpr,
 ):
     """owner[kv_indices[t]] = t for t < kv_indptr[bs]; of the t that share a slot, any one wins.
 
-    Programs stride over blocks of BLOCK entries. Program 0 clears `count` for the next kernel.
+    Programs stride over blocks of BLOCK entries.
     """
-    if tl.program_id(0) == 0:
-        tl.store(count, 0)
     nnz = tl.load(kv_indptr + bs)
     for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # [BLOCK]
@@ -58,35 +56,69 @@ def _claim_slots_kernel(
         tl.store(owner + slot, offs, mask=mask)
 
 
+@triton.jit
+def _segment(nnz, BLOCK: tl.constexpr):
+    """The entries of this program, one run of whole blocks: (first, past the last)."""
+    each = tl.cdiv(tl.cdiv(nnz, tl.num_programs(0)), BLOCK) * BLOCK
+    first = tl.program_id(0) * each
+    return first, tl.minimum(first + each, nnz)
+
+
+@triton.jit
+def _winners(kv_indices, owner, offs, end):
+    """(slots, whether the claim of each entry won) of the entries offs [BLOCK] below `end`."""
+    mask = offs < end
+    slot = tl.load(kv_indices + offs, mask=mask, other=0).to(tl.int64)
+    return slot, mask & (tl.load(owner + slot, mask=mask, other=-1) == offs)
+
+
+@triton.jit(do_not_specialize=["bs"])
+def _count_winners_kernel(
+    kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
+    kv_indptr,  # *i32 [bs + 1]
+    owner,  # *i32 [num_slots]
+    won,  # *i32 [programs]
+    bs,
+    BLOCK: tl.constexpr,
+):
+    """won[p] = how many entries of program p's segment won their claim."""
+    first, end = _segment(tl.load(kv_indptr + bs), BLOCK)
+    total = 0
+    for start in range(first, end, BLOCK):
+        _, wins = _winners(kv_indices, owner, start + tl.arange(0, BLOCK), end)
+        total += tl.sum(wins.to(tl.int32), 0)
+    tl.store(won + tl.program_id(0), total)
+
+
 @triton.jit(do_not_specialize=["bs"])
 def _compact_slots_kernel(
     kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
     kv_indptr,  # *i32 [bs + 1]
     owner,  # *i32 [num_slots]
+    won,  # *i32 [programs]
     live_slots,  # *i32 [num_slots]
-    count,  # *i32 [1], 0 on entry
+    count,  # *i32 [1]
     bs,
+    PROGRAMS: tl.constexpr,  # power of two, at least the grid
     BLOCK: tl.constexpr,
 ):
-    """live_slots[:count] = the slots of the entries that won their claim: each slot once.
+    """live_slots[:count] = the slots of the entries that won their claim, in the entries' order.
 
     The winner leaves -1 - (its place in the list) in `owner`. No loser takes that for its own
     claim, since claims are not negative.
-
-    Programs stride over blocks of BLOCK entries; each block takes its range with one atomic, so
-    the order of the list varies from run to run. No result of attention depends on it.
     """
-    nnz = tl.load(kv_indptr + bs)
-    for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
-        offs = start + tl.arange(0, BLOCK)  # [BLOCK]
-        mask = offs < nnz
-        slot = tl.load(kv_indices + offs, mask=mask, other=0)
-        won = mask & (tl.load(owner + slot.to(tl.int64), mask=mask, other=-1) == offs)
-        rank = tl.cumsum(won.to(tl.int32), 0)  # 1-based among the winners of the block
-        base = tl.atomic_add(count, tl.sum(won.to(tl.int32), 0))
+    first, end = _segment(tl.load(kv_indptr + bs), BLOCK)
+    before = tl.arange(0, PROGRAMS)
+    base = tl.sum(tl.load(won + before, mask=before < tl.program_id(0), other=0), 0)
+    for start in range(first, end, BLOCK):
+        slot, wins = _winners(kv_indices, owner, start + tl.arange(0, BLOCK), end)
+        rank = tl.cumsum(wins.to(tl.int32), 0)  # 1-based among the winners of the block
         row = base + rank - 1
-        tl.store(live_slots + row, slot, mask=won)
-        tl.store(owner + slot.to(tl.int64), -1 - row, mask=won)
+        tl.store(live_slots + row, slot.to(tl.int32), mask=wins)
+        tl.store(owner + slot, -1 - row, mask=wins)
+        base += tl.sum(wins.to(tl.int32), 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(count, base)
 
 
 @triton.jit(do_not_specialize=["bs"])
@@ -212,8 +244,9 @@ def list_live_slots(
         kv_indptr: [>= bs + 1] int32, prefix sum of kv lengths (tokens); read on the device.
         bs: requests in the batch; 0 gives an empty list.
         owner: [num_slots] int32, scratch; needs no initial value.
-        live_slots: [num_slots] int32, out. Entries at or past count[0] keep their contents; the
-            order of the entries before it is not specified.
+        live_slots: [num_slots] int32, out, in the order of `kv_indices`; a slot that several
+            entries name stands in the place of any one of them. Entries at or past count[0] keep
+            their contents.
         count: [1] int32, out: how many.
         kv_rows: [>= kv_indptr[bs]] int32, out: live_slots[kv_rows[t]] == kv_indices[t], so it
             indexes the packed rows of `gather_cast` as `kv_indices` indexes the pool. May be
@@ -241,12 +274,16 @@ def list_live_slots(
             f"got {kv_indptr.numel()}"
         )
     sms, _ = _device_facts(kv_indices.device)
-    grid = (max(sms * _LIST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS),)
-    _claim_slots_kernel[grid](kv_indices, kv_indptr, owner, count, bs, BLOCK=_BLOCK_LIST)
-    _compact_slots_kernel[grid](
-        kv_indices, kv_indptr, owner, live_slots, count, bs, BLOCK=_BLOCK_LIST
-    )
-    _find_rows_kernel[grid](kv_indices, kv_indptr, owner, kv_rows, bs, BLOCK=_BLOCK_LIST)
+    programs = max(sms * _LIST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS)
+    won = torch.empty(programs, dtype=torch.int32, device=kv_indices.device)
+    batch = (kv_indices, kv_indptr, owner)
+    _claim_slots_kernel[(programs,)](*batch, bs, BLOCK=_BLOCK_LIST)
+    _count_winners_kernel[(programs,)](*batch, won, bs, BLOCK=_BLOCK_LIST)
+    _compact_slots_kernel[(programs,)](
+        *batch, won, live_slots, count, bs,
+        PROGRAMS=triton.next_power_of_2(programs), BLOCK=_BLOCK_LIST,
+    )  # fmt: skip
+    _find_rows_kernel[(programs,)](*batch, kv_rows, bs, BLOCK=_BLOCK_LIST)
 
 
 def _cast_programs(device: torch.device, chunks: int | None) -> int:

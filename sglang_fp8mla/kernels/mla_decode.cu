@@ -44,6 +44,10 @@ static constexpr int WARPS = 4 * GROUPS;     // that compute
 #define REBALANCE (WGMMA && BULK && GROUPS > 1)
 static constexpr int FETCH_WARPS = REBALANCE ? 4 : BULK ? 2 : 0;
 static constexpr int THREADS = 32 * (WARPS + FETCH_WARPS);
+#ifndef EACH_LANE
+#define EACH_LANE 0  // 1: for racecheck, which credits an arrival with that lane's accesses alone (bench/sanitize.py)
+#endif
+static constexpr int LANES = EACH_LANE ? 32 : 1;  // of a warp that arrive
 // a block owns what it was launched with and no more: asking for one register above it waits for ever
 static constexpr int LAUNCH_REGISTERS = 65536 / MIN_BLOCKS / THREADS / 8 * 8;
 static constexpr int FETCH_REGISTERS = 40;
@@ -445,6 +449,7 @@ __device__ __forceinline__ void produce(const Params& p, Cursor c, int worker, u
     }
     __syncwarp();
     if (lane == 0) barrier_expect(full + 8 * stage, valid * K_DIM);
+    else if (EACH_LANE) barrier_arrive(full + 8 * stage);
     __syncwarp();
     if (now >= 0) copy_row(smem_addr(rows + lane * PITCH), row_of(p, now), full + 8 * stage);
     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -672,7 +677,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
 #if BULK
           if (b + 1 == BLOCKS_O) {  // the last bytes are in registers
             __syncwarp();
-            if (lane == 0) barrier_arrive(empty + 8 * stage);
+            if (EACH_LANE || lane == 0) barrier_arrive(empty + 8 * stage);
           }
 #endif
           mma_fence();
@@ -746,7 +751,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
   const u32 full = smem_addr(smem) + STAGES * STAGE_BYTES + Q_BYTES + 2 * P_BYTES + 6 * 4 * HEADS, empty = full + 8 * STAGES;
 #if BULK
   if (threadIdx.x == 0)
-    for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, FETCH_WARPS), barrier_init(empty + 8 * s, WARPS);
+    for (int s = 0; s < STAGES; ++s)
+      barrier_init(full + 8 * s, FETCH_WARPS * LANES), barrier_init(empty + 8 * s, WARPS * LANES);
   proxy_fence();
   __syncthreads();
 #endif

@@ -107,7 +107,11 @@ def test_lists_each_slot_once(kv_lens, shared, device):
     bs, nnz = len(kv_lens), sum(kv_lens)
     list_live_slots(kv_indices, kv_indptr, bs, owner, slots, count, kv_rows)
     assert count.item() == len(live)
-    assert sorted(slots[: len(live)].tolist()) == live
+    listed = slots[: len(live)].tolist()
+    assert sorted(listed) == live
+    # in the order of the batch: each stands in the place of one of its entries
+    remaining = iter(kv_indices[:nnz].tolist())
+    assert all(slot in remaining for slot in listed), "not in the batch's order"
     assert (slots[len(live) :] == -1).all(), "entries past the count were written"
     assert torch.equal(slots[kv_rows[:nnz].long()], kv_indices[:nnz])
     assert (kv_rows[nnz:] == -5).all(), "entries past nnz were written"
@@ -247,7 +251,12 @@ i32, u8 = "*i32", "*u8"
 lists = {"kv_indices": i32, "kv_indptr": i32, "owner": i32, "count": i32, "bs": "i32"}
 jobs = [
     (g._claim_slots_kernel, lists, {"BLOCK": 1024}),
-    (g._compact_slots_kernel, {**lists, "live_slots": i32}, {"BLOCK": 1024}),
+    (g._count_winners_kernel, {**lists, "won": i32}, {"BLOCK": 1024}),
+    (
+        g._compact_slots_kernel,
+        {**lists, "won": i32, "live_slots": i32},
+        {"BLOCK": 1024, "PROGRAMS": 512},
+    ),
     (g._find_rows_kernel, {**lists, "kv_rows": i32}, {"BLOCK": 1024}),
 ]
 cast = {"pool": u8, "live_slots": i32, "count": i32, "stride_pool": "i64", "stride_out": "i64"}
