@@ -58,7 +58,6 @@ KERNELS = (
     "_decode_kernel",
     "_merge_kernel",
     "_claim_slots_kernel",
-    "_count_winners_kernel",
     "_compact_slots_kernel",
     "_find_rows_kernel",
     "_gather_cast_kernel",
@@ -69,7 +68,6 @@ _NAME_PARTS = (
     "_decode_kernel",
     "_merge_kernel",
     "_slots_kernel",
-    "_count_winners",
     "_find_rows",
     "_gather_cast",
 )

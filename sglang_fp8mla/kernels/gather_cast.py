@@ -2,8 +2,7 @@
 
 `list_live_slots` runs once per step and names each distinct slot once, so a prefix that many
 requests share is moved once; `gather_cast` runs once per layer over that list, and packs the rows
-in its order, since scattered writes cost a tenth more. That order is the batch's own, so attention
-reads what lies together. Both read their counts on the device: a
+in its order, since scattered writes cost a tenth more. Both read their counts on the device: a
 captured CUDA graph replays with a new batch, with no sync and no allocation. The cost follows the
 distinct live slots, never the size of the pool.
 """
@@ -25,11 +24,11 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK_LIST = 1024
 _LIST_PROGRAMS_PER_SM = 2
-# measured on an H200 (bench/results/cast-lab.json): larger blocks or more programs cost a request
-# of some thousand tokens 1 to 2 us, fewer programs cost a large batch 1 %
+# measured on an H200 (bench/results/cast-lab.json): 24 and more programs cost a request of some
+# thousand tokens 1 us, 8 cost a large batch 0.5 %
 _CHUNK = 8  # columns of a thread: 8 bytes loaded, 16 stored, both coalesced without shared memory
 _BLOCK_CAST = 256  # chunks
-_CAST_PROGRAMS_PER_SM = 16
+_CAST_PROGRAMS_PER_SM = 12
 # int32 counts the chunks of all listed rows; the margin is what the last stride may pass them by
 _MAX_CHUNKS = 2**31 - 2**24
 _INTERPRETED_PROGRAMS = 3  # few and odd, so that tests walk the grid-stride loops
@@ -41,13 +40,16 @@ def _claim_slots_kernel(
     kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
     kv_indptr,  # *i32 [bs + 1]
     owner,  # *i32 [num_slots]
+    count,  # *i32 [1]
     bs,
     BLOCK: tl.constexpr,
 ):
     """owner[kv_indices[t]] = t for t < kv_indptr[bs]; of the t that share a slot, any one wins.
 
-    Programs stride over blocks of BLOCK entries.
+    Programs stride over blocks of BLOCK entries. Program 0 clears `count` for the next kernel.
     """
+    if tl.program_id(0) == 0:
+        tl.store(count, 0)
     nnz = tl.load(kv_indptr + bs)
     for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # [BLOCK]
@@ -56,69 +58,35 @@ def _claim_slots_kernel(
         tl.store(owner + slot, offs, mask=mask)
 
 
-@triton.jit
-def _segment(nnz, BLOCK: tl.constexpr):
-    """The entries of this program, one run of whole blocks: (first, past the last)."""
-    each = tl.cdiv(tl.cdiv(nnz, tl.num_programs(0)), BLOCK) * BLOCK
-    first = tl.program_id(0) * each
-    return first, tl.minimum(first + each, nnz)
-
-
-@triton.jit
-def _winners(kv_indices, owner, offs, end):
-    """(slots, whether the claim of each entry won) of the entries offs [BLOCK] below `end`."""
-    mask = offs < end
-    slot = tl.load(kv_indices + offs, mask=mask, other=0).to(tl.int64)
-    return slot, mask & (tl.load(owner + slot, mask=mask, other=-1) == offs)
-
-
-@triton.jit(do_not_specialize=["bs"])
-def _count_winners_kernel(
-    kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
-    kv_indptr,  # *i32 [bs + 1]
-    owner,  # *i32 [num_slots]
-    won,  # *i32 [programs]
-    bs,
-    BLOCK: tl.constexpr,
-):
-    """won[p] = how many entries of program p's segment won their claim."""
-    first, end = _segment(tl.load(kv_indptr + bs), BLOCK)
-    total = 0
-    for start in range(first, end, BLOCK):
-        _, wins = _winners(kv_indices, owner, start + tl.arange(0, BLOCK), end)
-        total += tl.sum(wins.to(tl.int32), 0)
-    tl.store(won + tl.program_id(0), total)
-
-
 @triton.jit(do_not_specialize=["bs"])
 def _compact_slots_kernel(
     kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
     kv_indptr,  # *i32 [bs + 1]
     owner,  # *i32 [num_slots]
-    won,  # *i32 [programs]
     live_slots,  # *i32 [num_slots]
-    count,  # *i32 [1]
+    count,  # *i32 [1], 0 on entry
     bs,
-    PROGRAMS: tl.constexpr,  # power of two, at least the grid
     BLOCK: tl.constexpr,
 ):
-    """live_slots[:count] = the slots of the entries that won their claim, in the entries' order.
+    """live_slots[:count] = the slots of the entries that won their claim: each slot once.
 
     The winner leaves -1 - (its place in the list) in `owner`. No loser takes that for its own
     claim, since claims are not negative.
+
+    Programs stride over blocks of BLOCK entries; each block takes its range with one atomic, so
+    the order of the list varies from run to run. No result of attention depends on it.
     """
-    first, end = _segment(tl.load(kv_indptr + bs), BLOCK)
-    before = tl.arange(0, PROGRAMS)
-    base = tl.sum(tl.load(won + before, mask=before < tl.program_id(0), other=0), 0)
-    for start in range(first, end, BLOCK):
-        slot, wins = _winners(kv_indices, owner, start + tl.arange(0, BLOCK), end)
-        rank = tl.cumsum(wins.to(tl.int32), 0)  # 1-based among the winners of the block
+    nnz = tl.load(kv_indptr + bs)
+    for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # [BLOCK]
+        mask = offs < nnz
+        slot = tl.load(kv_indices + offs, mask=mask, other=0)
+        won = mask & (tl.load(owner + slot.to(tl.int64), mask=mask, other=-1) == offs)
+        rank = tl.cumsum(won.to(tl.int32), 0)  # 1-based among the winners of the block
+        base = tl.atomic_add(count, tl.sum(won.to(tl.int32), 0))
         row = base + rank - 1
-        tl.store(live_slots + row, slot.to(tl.int32), mask=wins)
-        tl.store(owner + slot, -1 - row, mask=wins)
-        base += tl.sum(wins.to(tl.int32), 0)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(count, base)
+        tl.store(live_slots + row, slot, mask=won)
+        tl.store(owner + slot.to(tl.int64), -1 - row, mask=won)
 
 
 @triton.jit(do_not_specialize=["bs"])
@@ -165,8 +133,8 @@ def _gather_cast_kernel(
     live_slots,  # *i32 [num_slots], first count[0] valid
     count,  # *i32 [1]
     out,  # *bf16 | *f16 | *f32 [>= count[0], DIM]
-    stride_pool,
-    stride_out,
+    STRIDE_POOL: tl.constexpr,  # a pool has one; as a variable it cost 1 to 2 us of 62
+    STRIDE_OUT: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,  # columns; divides DIM
     BLOCK: tl.constexpr,  # chunks
@@ -184,8 +152,9 @@ def _gather_cast_kernel(
         tl.extra.cuda.gdc_wait()
     PER_ROW: tl.constexpr = DIM // CHUNK
     n = tl.load(count) * PER_ROW
-    column = tl.arange(0, CHUNK)[None, :]
     start = tl.program_id(0) * BLOCK
+    stride = tl.num_programs(0) * BLOCK
+    column = tl.arange(0, CHUNK)[None, :]
     while start < n:
         chunk = start + tl.arange(0, BLOCK)  # [BLOCK]
         mask = chunk < n
@@ -193,12 +162,12 @@ def _gather_cast_kernel(
         part = chunk % PER_ROW * CHUNK
         # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
         slot = tl.load(live_slots + row, mask=mask, other=0).to(tl.int64)
-        src = pool + slot * stride_pool + part
-        dst = out + row.to(tl.int64) * stride_out + part
+        src = pool + slot * STRIDE_POOL + part
+        dst = out + row.to(tl.int64) * STRIDE_OUT + part
         code = tl.load(src[:, None] + column, mask=mask[:, None], other=0)  # [BLOCK, CHUNK]
+        start += stride
         value = _decode_fp8(code, E5M2, HW_E4M3).to(out.dtype.element_ty)
         tl.store(dst[:, None] + column, value, mask=mask[:, None])
-        start += tl.num_programs(0) * BLOCK
 
 
 @functools.cache
@@ -244,9 +213,8 @@ def list_live_slots(
         kv_indptr: [>= bs + 1] int32, prefix sum of kv lengths (tokens); read on the device.
         bs: requests in the batch; 0 gives an empty list.
         owner: [num_slots] int32, scratch; needs no initial value.
-        live_slots: [num_slots] int32, out, in the order of `kv_indices`; a slot that several
-            entries name stands in the place of any one of them. Entries at or past count[0] keep
-            their contents.
+        live_slots: [num_slots] int32, out. Entries at or past count[0] keep their contents; the
+            order of the entries before it is not specified.
         count: [1] int32, out: how many.
         kv_rows: [>= kv_indptr[bs]] int32, out: live_slots[kv_rows[t]] == kv_indices[t], so it
             indexes the packed rows of `gather_cast` as `kv_indices` indexes the pool. May be
@@ -274,16 +242,12 @@ def list_live_slots(
             f"got {kv_indptr.numel()}"
         )
     sms, _ = _device_facts(kv_indices.device)
-    programs = max(sms * _LIST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS)
-    won = torch.empty(programs, dtype=torch.int32, device=kv_indices.device)
-    batch = (kv_indices, kv_indptr, owner)
-    _claim_slots_kernel[(programs,)](*batch, bs, BLOCK=_BLOCK_LIST)
-    _count_winners_kernel[(programs,)](*batch, won, bs, BLOCK=_BLOCK_LIST)
-    _compact_slots_kernel[(programs,)](
-        *batch, won, live_slots, count, bs,
-        PROGRAMS=triton.next_power_of_2(programs), BLOCK=_BLOCK_LIST,
-    )  # fmt: skip
-    _find_rows_kernel[(programs,)](*batch, kv_rows, bs, BLOCK=_BLOCK_LIST)
+    grid = (max(sms * _LIST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS),)
+    _claim_slots_kernel[grid](kv_indices, kv_indptr, owner, count, bs, BLOCK=_BLOCK_LIST)
+    _compact_slots_kernel[grid](
+        kv_indices, kv_indptr, owner, live_slots, count, bs, BLOCK=_BLOCK_LIST
+    )
+    _find_rows_kernel[grid](kv_indices, kv_indptr, owner, kv_rows, bs, BLOCK=_BLOCK_LIST)
 
 
 def _cast_programs(device: torch.device, chunks: int | None) -> int:
@@ -359,8 +323,8 @@ def gather_cast(
         live_slots,
         count,
         out,
-        pool.stride(0),
-        out.stride(0),
+        STRIDE_POOL=pool.stride(0),
+        STRIDE_OUT=out.stride(0),
         **constants,
         num_warps=4,
         **options,
