@@ -50,6 +50,7 @@ class Variant:
     steal: bool = False  # later blocks by an atomic counter
     early: bool = False  # slots are asked for before their count is known
     known: bool = False  # the count is the host's: kernel_ab.py's plain cast
+    stripes: int = 0  # 1 or -1: a block of each 1024 rows in turn, from their first or their last
     evict_first: bool = False  # the codes, so that L2 keeps the rows for attention
     overlap: bool = False  # launched while the kernel before drains (SM90's dependent launch)
 
@@ -85,6 +86,13 @@ VARIANTS = (
     Variant(chunks=256, width=16, programs=12, overlap=True),
     Variant(chunks=512, overlap=True),
     Variant(chunks=1024, overlap=True),
+    # not timed yet: FlashInfer gives each multiprocessor some 1000 rows of a long batch, and what
+    # was written last is what L2 still holds
+    *(
+        Variant(chunks=256, programs=12, overlap=True, stripes=stripes, evict_first=first)
+        for stripes in (1, -1)
+        for first in (False, True)
+    ),
 )
 
 
@@ -168,6 +176,7 @@ def _chunk_kernel(
     WIDTH: tl.constexpr,
     C: tl.constexpr,
     STEAL: tl.constexpr,
+    STRIPES: tl.constexpr,
     HINT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -178,8 +187,21 @@ def _chunk_kernel(
     start = tl.program_id(0) * C
     stride = tl.num_programs(0) * C
     column = tl.arange(0, WIDTH)[None, :]
-    while start < n:
-        chunk = start + tl.arange(0, C)
+    if STRIPES != 0:
+        EACH: tl.constexpr = 1024 * (DIM // WIDTH)  # chunks of a stripe
+        stripes = tl.cdiv(n, EACH)
+        past = stripes * EACH
+    else:
+        stripes = 1
+        past = n
+    while start < past:
+        first = start
+        if STRIPES != 0:
+            block = start // C // stripes
+            if STRIPES < 0:
+                block = EACH // C - 1 - block
+            first = start // C % stripes * EACH + block * C
+        chunk = first + tl.arange(0, C)
         mask = chunk < n
         row = chunk // (DIM // WIDTH)
         part = chunk % (DIM // WIDTH) * WIDTH
@@ -241,6 +263,7 @@ class Lab:
                 WIDTH=variant.width,
                 C=variant.chunks,
                 STEAL=variant.steal,
+                STRIPES=variant.stripes,
                 HINT="evict_first" if variant.evict_first else "",
                 OVERLAP=variant.overlap,
                 num_warps=variant.warps,

@@ -26,9 +26,10 @@ part() {
   echo "[$name] rc $? $(tail -n 1 "$OUT/$name.log" | cut -c1-200)"
 }
 pack() {
-  tar -cJf /tmp/jit.tar.xz -C ~ $(cd ~ && ls -d .cache/* .triton 2>/dev/null)
   # what still runs may still write: no step depends on the one before
   (cd "$OUT" && tar -czf /tmp/results.tar.gz --exclude='*.safetensors' -- *
     rm -rf -- * && true
-    mv /tmp/results.tar.gz /tmp/jit.tar.xz .)
+    mv /tmp/results.tar.gz .)
+  # compilers' caches, which torch.compile makes large, last and within bounds
+  timeout 40 tar -cJf /tmp/jit.tar.xz -C ~ $(cd ~ && ls -d .cache/* .triton 2>/dev/null) && mv /tmp/jit.tar.xz "$OUT"
 }

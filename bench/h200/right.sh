@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two H200s, 560 s: everything whose answer matters and whose time does not. See README.md beside it.
+# Two H200s, 510 s and up to a minute of packing: everything whose answer matters and whose time does not. See README.md beside it.
 source bench/h200/env.sh
 python3 -m sglang_fp8mla.machine
 export NEXTN=/tmp/nextn8
@@ -19,12 +19,13 @@ export CUDA_VISIBLE_DEVICES=0
 part numerics 350 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json" &
 (
   sleep 70
-  # the offline door, and one that parses its arguments before plugins load
-  part engine 200 python3 bench/serve/engine.py $NEXTN &
+  # the offline door, whose tokens must be stock's, and one that parses its arguments before plugins load
+  part engine 240 python3 bench/serve/engine.py $NEXTN &
   part one_batch 200 python3 -m sglang_fp8mla.run sglang.benchmark.one_batch --model-path $NEXTN \
     --attention-backend flashinfer_mla_fp8 --kv-cache-dtype fp8_e4m3 \
     --max-total-tokens 65536 --flashinfer-mla-disable-ragged --disable-prefill-cuda-graph \
-    --sampling-backend pytorch --cuda-graph-max-bs-decode 8 --batch-size 1 4 --input-len 512 --output-len 16 &
+    --sampling-backend pytorch --cuda-graph-max-bs-decode 8 --batch-size 1 4 --input-len 512 --output-len 16 \
+    --result-filename "$OUT/one_batch.jsonl" &
   part trace 200 bash bench/h200/trace.sh &
   wait
 ) &
@@ -35,9 +36,10 @@ part numerics 350 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json
   at parallel
   grep -v '^{' "$OUT/parallel.log"
 ) &
+# one set a run: features-a to -e and compile on one GPU, features-f on both
 (
   sleep 200
-  part features 280 $AB --port 2000 --boot 230 ${FEATURES:-features-c features-d}
+  part features 300 env -u CUDA_VISIBLE_DEVICES $AB --port 2000 --boot 240 ${FEATURES:-features-c}
   at features
   grep -v '^{' "$OUT/features.log"
 ) &
@@ -46,7 +48,7 @@ part numerics 350 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json
   part sanitize 200 python3 -m bench.sanitize --jobs 20 --limit 90 --deadline 190 --json "$OUT/sanitize.json"
   at sanitize
 ) &
-while [ $(($(date +%s) - T0)) -lt ${LIMIT:-530} ] && [ "$(jobs -r | wc -l)" -gt 1 ]; do sleep 2; done
+while [ $(($(date +%s) - T0)) -lt ${LIMIT:-510} ] && [ "$(jobs -r | wc -l)" -gt 1 ]; do sleep 2; done
 at end
 tail -n 5 /tmp/load.log /tmp/load/*.out | cut -c1-200
 cp -r /tmp/load "$OUT/load_so_far" 2> /dev/null
