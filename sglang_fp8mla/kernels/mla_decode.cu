@@ -675,7 +675,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
             ldsm_t(raw[1], vrow + (b + 1) * 64 + 32 * PITCH);
           }
 #if BULK
-          if (b + 1 == BLOCKS_O) {  // the last bytes are in registers
+          if (b + 1 == BLOCKS_O) {  // the last bytes are asked for, and the arrival releases
             __syncwarp();
             if (EACH_LANE || lane == 0) barrier_arrive(empty + 8 * stage);
           }
