@@ -18,10 +18,10 @@ over all kernels and only what it finds in ours counts; the other tools instrume
 
 What the tools do not see: racecheck watches shared memory only; under any tool launches overlap
 less than without one. racecheck (2025.3.1 and 2026.4) credits an mbarrier's arrival with the stores
-of the arriving lane alone, where our kernel has one lane arrive for a warp behind a `__syncwarp`: it
-then reports the stores of the other 31. So it gets a build in which each lane arrives (EACH_LANE in
-mla_decode.cu), which PTX orders alike; `--shipped` gives it the other one. What 2026.4 reports in
-both, and why, is in docs/reliability.md.
+of the arriving lane alone, where our kernel has one lane arrive for a warp behind a `__syncwarp`;
+it then reports the stores of the other 31. So it gets a build in which each lane arrives (EACH_LANE
+in mla_decode.cu), which PTX orders alike; `--shipped` gives it the other one. What 2026.4 reports
+in both, and why, is in docs/reliability.md.
 """
 
 from __future__ import annotations
