@@ -269,8 +269,8 @@ def cases(group: str, device: str, *, poison: bool) -> Iterator[tuple[str, Calla
     for heads in all_heads:
         for q_dtype, pool_dtype, kpe_dim in variants:
             for name, lens, pad_rows, draft, split_len in DECODE_CASES:
-                # other dtypes need the tails and the long request, not every batch
-                if _USUAL not in variants and name not in ("two", "edges"):
+                # other dtypes need the tails, the long request, and stages used twice
+                if _USUAL not in variants and name not in ("two", "edges", "fixed"):
                     continue
                 if device == "cpu":
                     lens = [length for length in lens if length <= _LONG]
