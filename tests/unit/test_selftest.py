@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,11 @@ def test_nothing_is_left_running(tmp_path, fake, signum):
     with (
         log,
         subprocess.Popen(
-            [sys.executable, "-m", "sglang_fp8mla.cli", *words], stderr=log, stdout=log
+            [sys.executable, "-m", "sglang_fp8mla.cli", *words],
+            stderr=log,
+            stdout=log,
+            # a gate that runs in the background ignores SIGINT, and so would what it starts
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         ) as process,
     ):
         until = time.monotonic() + 20
