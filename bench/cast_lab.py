@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 
 from bench.gather_candidate import copy_tb_s, make_slots, make_wrapper, time_graphs
-from sglang_fp8mla.kernels.gather_cast import gather_cast
+from sglang_fp8mla.kernels.gather_cast import _gather_cast_kernel, cast_constants
 from sglang_fp8mla.machine import machine
 
 POOL, LAYERS, DIM = 495_552, 4, 576
+ROWS = 8  # of a block of whole rows
 SHAPES = ((1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1))
 # heads, batch, tokens: kernel_ab.py's
 ATTENTION = (
@@ -39,31 +40,25 @@ ATTENTION = (
 class Variant:
     """One way to cast; whole rows without `chunks`."""
 
-    shipped: bool = False  # the package's own, whatever the rest says
-    rows: int = 8  # a block of whole rows
-    chunks: int = 0  # a block of so many chunks of `width` columns, whatever rows they lie in
-    width: int = 8
+    chunks: int = 0  # of a block, by the shipped kernel; 0: ROWS whole rows, by the one below
+    width: int = 8  # columns of a chunk
     programs: int = 8  # a multiprocessor; 0: one a block, which a CUDA graph cannot have
     warps: int = 4
     packed: bool = True  # row r of the list to row r, not to its own slot
     split: bool = False  # loads of 512 and 64 columns, not one of 1024 that is masked
     steal: bool = False  # later blocks by an atomic counter
-    early: bool = False  # slots are asked for before their count is known
     known: bool = False  # the count is the host's: kernel_ab.py's plain cast
-    stripes: int = 0  # 1 or -1: a block of each 1024 rows in turn, from their first or their last
-    evict_first: bool = False  # the codes, so that L2 keeps the rows for attention
     overlap: bool = False  # launched while the kernel before drains (SM90's dependent launch)
 
     def __str__(self) -> str:
         """What differs from the defaults."""
         mine, plain = asdict(self), asdict(Variant())
-        return " ".join(f"{k}={v}" for k, v in mine.items() if v != plain[k]) or "rows=8"
+        return " ".join(f"{k}={v}" for k, v in mine.items() if v != plain[k]) or f"rows={ROWS}"
 
 
 # the first three also behind a list in another order
 VARIANTS = (
     Variant(programs=0, known=True),
-    Variant(shipped=True),
     Variant(chunks=256, programs=16, overlap=True),
     Variant(chunks=256, programs=12, overlap=True),
     Variant(),
@@ -77,8 +72,6 @@ VARIANTS = (
     Variant(chunks=256, programs=16),
     Variant(chunks=256, programs=32, overlap=True),
     Variant(chunks=256, programs=0),
-    Variant(chunks=256, programs=12, overlap=True, evict_first=True),
-    Variant(chunks=256, programs=16, overlap=True, evict_first=True),
     Variant(chunks=256, warps=2, programs=12, overlap=True),
     Variant(chunks=256, warps=2, programs=16, overlap=True),
     Variant(chunks=256, warps=2, programs=24, overlap=True),
@@ -86,13 +79,6 @@ VARIANTS = (
     Variant(chunks=256, width=16, programs=12, overlap=True),
     Variant(chunks=512, overlap=True),
     Variant(chunks=1024, overlap=True),
-    # not timed yet: FlashInfer gives each multiprocessor some 1000 rows of a long batch, and what
-    # was written last is what L2 still holds
-    *(
-        Variant(chunks=256, programs=12, overlap=True, stripes=stripes, evict_first=first)
-        for stripes in (1, -1)
-        for first in (False, True)
-    ),
 )
 
 
@@ -112,36 +98,27 @@ def _cast_kernel(
     count,  # *i32 [1]
     queue,  # *i32 [2], zeros, left zeros
     out,  # *bf16 [num_slots, DIM]
-    num_slots,
     live,  # count[0] as the host knows it; read when KNOWN
     DIM: tl.constexpr,
     T: tl.constexpr,
     PACKED: tl.constexpr,
     SPLIT: tl.constexpr,
     STEAL: tl.constexpr,
-    EARLY: tl.constexpr,
     KNOWN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As `gather_cast._gather_cast_kernel`, with the choices of a Variant."""
+    """As the shipped kernel, over blocks of T whole rows, with the choices of a Variant."""
     if OVERLAP:  # nothing may be read or written before the kernel before is done
         tl.extra.cuda.gdc_wait()
     start = tl.program_id(0) * T
     stride = tl.num_programs(0) * T
-    offs_t = start + tl.arange(0, T)
-    if EARLY:  # beside the count, not behind it; what lies past it is not used
-        slot = tl.load(live_slots + offs_t, mask=offs_t < num_slots, other=0)
     n = live if KNOWN else tl.load(count)
     while start < n:
         offs_t = start + tl.arange(0, T)
         mask_t = offs_t < n
-        if not EARLY:
-            slot = tl.load(live_slots + offs_t, mask=mask_t, other=0)
+        slot = tl.load(live_slots + offs_t, mask=mask_t, other=0)
         src = pool + slot.to(tl.int64) * DIM
         dst = out + (offs_t if PACKED else slot).to(tl.int64) * DIM
-        if EARLY:
-            ahead = offs_t + stride
-            slot = tl.load(live_slots + ahead, mask=ahead < n, other=0)
         if SPLIT:
             columns = tl.arange(0, 512)
             _row_part(src, dst, mask_t, columns, columns < DIM)
@@ -165,66 +142,6 @@ def _cast_kernel(
                 tl.store(queue + 1, 0)
 
 
-@triton.jit
-def _chunk_kernel(
-    pool,  # *u8 [num_slots, DIM]
-    live_slots,  # *i32 [num_slots], first count[0] valid
-    count,  # *i32 [1]
-    queue,  # *i32 [2], zeros, left zeros
-    out,  # *bf16 [num_slots, DIM]
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    C: tl.constexpr,
-    STEAL: tl.constexpr,
-    STRIPES: tl.constexpr,
-    HINT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Packed rows as one run of chunks: a thread loads WIDTH bytes and stores what they give."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    n = tl.load(count) * (DIM // WIDTH)
-    start = tl.program_id(0) * C
-    stride = tl.num_programs(0) * C
-    column = tl.arange(0, WIDTH)[None, :]
-    if STRIPES != 0:
-        EACH: tl.constexpr = 1024 * (DIM // WIDTH)  # chunks of a stripe
-        stripes = tl.cdiv(n, EACH)
-        past = stripes * EACH
-    else:
-        stripes = 1
-        past = n
-    while start < past:
-        first = start
-        if STRIPES != 0:
-            block = start // C // stripes
-            if STRIPES < 0:
-                block = EACH // C - 1 - block
-            first = start // C % stripes * EACH + block * C
-        chunk = first + tl.arange(0, C)
-        mask = chunk < n
-        row = chunk // (DIM // WIDTH)
-        part = chunk % (DIM // WIDTH) * WIDTH
-        slot = tl.load(live_slots + row, mask=mask, other=0).to(tl.int64)
-        src = pool + slot * DIM + part
-        dst = out + row.to(tl.int64) * DIM + part
-        code = tl.load(src[:, None] + column, mask=mask[:, None], other=0, eviction_policy=HINT)
-        if STEAL:  # on its way while the codes are
-            if n > stride:  # noqa: SIM108 -- Triton would do the atomic on either side
-                start = stride + tl.atomic_add(queue, C, sem="relaxed")
-            else:
-                start = n
-        else:
-            start += stride
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.bfloat16)
-        tl.store(dst[:, None] + column, value, mask=mask[:, None])
-    if STEAL:  # noqa: SIM102 -- `and` would evaluate both sides
-        if n > stride:  # noqa: SIM102
-            if tl.atomic_add(queue + 1, 1) == tl.num_programs(0) - 1:
-                tl.store(queue, 0)
-                tl.store(queue + 1, 0)
-
-
 class Lab:
     """Four pools, one buffer of rows, and the launch of a variant on them."""
 
@@ -232,6 +149,7 @@ class Lab:
         self.device = torch.device("cuda")
         torch.manual_seed(0)
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        self.capability = torch.cuda.get_device_capability(0)
         made = (torch.randn(POOL, 1, DIM, device=self.device) for _ in range(LAYERS))
         self.pools = [rows.to(torch.float8_e4m3fn) for rows in made]
         self.rows = torch.empty(POOL, 1, DIM, dtype=torch.bfloat16, device=self.device)
@@ -245,49 +163,35 @@ class Lab:
 
     def cast(self, layer: int, variant: Variant, slots: Any, count: Any, live: int) -> None:
         """One layer. `live` is the count as the host knows it: the grid of `programs=0`."""
-        if variant.shipped:
-            gather_cast(self.pools[layer], slots, count, self.rows)
-            return
-        block, blocks = variant.rows, live
+        block, blocks = ROWS, live
         if variant.chunks:
             block, blocks = variant.chunks, live * (DIM // variant.width)
         programs = variant.programs * self.multiprocessors or -(-blocks // block)
+        launch = {"num_warps": variant.warps, "launch_pdl": variant.overlap}
+        pool = self.pools[layer].view(torch.uint8)
         if variant.chunks:
-            _chunk_kernel[(programs,)](
-                self.pools[layer].view(torch.uint8),
-                slots,
-                count,
-                self._queue,
-                self.rows,
-                DIM=DIM,
-                WIDTH=variant.width,
-                C=variant.chunks,
-                STEAL=variant.steal,
-                STRIPES=variant.stripes,
-                HINT="evict_first" if variant.evict_first else "",
-                OVERLAP=variant.overlap,
-                num_warps=variant.warps,
-                launch_pdl=variant.overlap,
+            constants = cast_constants(DIM, torch.float8_e4m3fn, self.capability)
+            constants |= {"CHUNK": variant.width, "BLOCK": block, "OVERLAP": variant.overlap}
+            strides = {"STRIDE_POOL": DIM, "STRIDE_OUT": DIM}
+            _gather_cast_kernel[(programs,)](
+                pool, slots, count, self.rows, **strides, **constants, **launch
             )
             return
         _cast_kernel[(programs,)](
-            self.pools[layer].view(torch.uint8),
+            pool,
             slots,
             count,
             self._queue,
             self.rows,
-            POOL,
             live,
             DIM=DIM,
-            T=variant.rows,
+            T=ROWS,
             PACKED=variant.packed,
             SPLIT=variant.split,
             STEAL=variant.steal,
-            EARLY=variant.early,
             KNOWN=variant.known,
             OVERLAP=variant.overlap,
-            num_warps=variant.warps,
-            launch_pdl=variant.overlap,
+            **launch,
         )
 
     def layers(self, ways: list[Callable[[int], None]]) -> list[float]:

@@ -19,6 +19,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from http.client import HTTPException
 from typing import Any
 
@@ -54,6 +55,20 @@ def load_tool(path: str, port: int) -> Any:
 
     tool.boot = boot_and_note
     return tool
+
+
+def wait_healthy(tool: Any, process: Any, seconds: float) -> str:
+    """Wait until the server of `process` answers /health; "" then, else what ended the wait."""
+    until = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > until:
+            return f"no /health within {seconds:.0f} s"
+        try:
+            tool.call("/health", timeout=5)
+            return ""
+        except (OSError, HTTPException):
+            time.sleep(1)
+    return f"the server exited with {process.returncode}"
 
 
 class Turns:

@@ -9,9 +9,10 @@ if [ ! -d ~/p/site ]; then
   [ -f .gpu/decode_csrc.tar.xz ] && tar -xJf .gpu/decode_csrc.tar.xz -C ~/p
 fi
 export PYTHONPATH=$HOME/p/site:$PWD
-# KEEP=1: servers of the last command still run from it
-[ -n "${KEEP:-}" ] || rm -rf ~/p/site/sglang_fp8mla*
-[ -n "${KEEP:-}" ] || python3 -m pip install -q --no-deps --no-build-isolation --no-index --target ~/p/site . 2>&1 | grep -v WARNING
+if [ -z "${KEEP:-}" ]; then # KEEP=1: servers of the last command still run from it
+  rm -rf ~/p/site/sglang_fp8mla*
+  python3 -m pip install -q --no-deps --no-build-isolation --no-index --target ~/p/site . 2>&1 | grep -v WARNING
+fi
 TOOL=$HOME/p/tools/serve_ab.py
 STOCK=--attention-backend,flashinfer,--kv-cache-dtype,fp8_e4m3
 OURS=--attention-backend,flashinfer_mla_fp8,--kv-cache-dtype,fp8_e4m3

@@ -20,7 +20,7 @@ part numerics 350 python3 bench/numerics.py --seeds 2 --json "$OUT/numerics.json
 (
   sleep 70
   # the offline door, whose tokens must be stock's, and one that parses its arguments before plugins load
-  part engine 240 python3 bench/serve/engine.py $NEXTN &
+  part engine 240 python3 -m bench.serve.engine $NEXTN &
   part one_batch 200 python3 -m sglang_fp8mla.run sglang.benchmark.one_batch --model-path $NEXTN \
     --attention-backend flashinfer_mla_fp8 --kv-cache-dtype fp8_e4m3 \
     --max-total-tokens 65536 --flashinfer-mla-disable-ragged --disable-prefill-cuda-graph \

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from bench.lm.forcing import serialized
-from bench.serve_overlap import load_tool
+from bench.serve_overlap import load_tool, wait_healthy
 from sglang_fp8mla.machine import machine, machine_line
 
 _E4M3, _E5M2 = "--kv-cache-dtype,fp8_e4m3", "--kv-cache-dtype,fp8_e5m2"
@@ -327,18 +327,9 @@ def server(tool: Any, name: str, words: list[str], model: str, options: Any) -> 
     process = tool.boot(name, words, args)
     _running.add(process.pid)
     try:
-        while True:
-            if process.poll() is not None:
-                raise RuntimeError(f"the server exited with {process.returncode}: {tail(name)}")
-            if time.monotonic() > min(begin + options.boot, options.until):
-                raise RuntimeError(
-                    f"no /health after {time.monotonic() - begin:.0f} s: {tail(name)}"
-                )
-            try:
-                tool.call("/health", timeout=5)
-                break
-            except (OSError, HTTPException):
-                time.sleep(1)
+        left = min(options.boot, options.until - begin)
+        if ended := wait_healthy(tool, process, left):
+            raise RuntimeError(f"{ended}: {tail(name)}")
         print(f"{name}: up after {time.monotonic() - begin:.0f} s", flush=True)
         yield
     finally:

@@ -32,7 +32,7 @@ from typing import Any
 
 from bench.load import servers
 from bench.load.answers import Answer, compare, make_catalogue, parse
-from bench.load.load import _LOADED, ARMS, SEED
+from bench.load.load import ARMS, SEED
 from sglang_fp8mla.machine import machine
 from sglang_fp8mla.serving import Deadline, ServerFailed, call, ending_by_signal
 
@@ -197,7 +197,7 @@ def main() -> None:
     hashes = options.json.with_suffix(".hashes").absolute()
     arm, lock = ARMS["exact"], threading.Lock()
     no_overlap = "--disable-overlap-schedule"
-    alike = tuple(word for word in arm.words if word != no_overlap)
+    alike = tuple(word for word in arm.command_line(options.model) if word != no_overlap)
     report: dict[str, Any] = {"machine": machine(), "words": alike}
 
     def say(name: str, what: str, found: object) -> None:
@@ -218,9 +218,8 @@ def main() -> None:
         try:
             for number, (name, more) in enumerate(ways.items()):
                 log_path = options.json.with_suffix(f".{name.replace(' ', '-')}.log")
-                words = ("--model-path", options.model, *servers.COMMON, *_LOADED, *alike)
                 server = servers.launch(
-                    log_path, PORT + 300 * number, *words, *more,
+                    log_path, PORT + 300 * number, *alike, *more,
                     module=arm.module, **arm.environment,
                 )  # fmt: skip
                 started.append(server)

@@ -103,6 +103,10 @@ class Arm:
     module: str = "sglang.launch_server"
     exact: bool = False
 
+    def command_line(self, model: str) -> tuple[str, ...]:
+        """All words of the server's, but for the port."""
+        return ("--model-path", model, *servers.COMMON, *_LOADED, *self.words)
+
 
 ARMS = {
     "auto": Arm(12000, (*servers.OURS, *_SMALL), _RETRACT),
@@ -532,7 +536,7 @@ def judge(directory: Path) -> dict[str, Any]:
 def run(name: str, seconds: float, model: str, path: Path) -> int:
     """One arm; returns the exit code."""
     arm = ARMS[name]
-    words = ("--model-path", model, *servers.COMMON, *_LOADED, *arm.words)
+    words = arm.command_line(model)
     facts: dict[str, Any] = {
         **{"arm": name, "machine": machine(), "seed": SEED, "seconds": seconds},
         **{"finished": False, "words": words, "environment": arm.environment},

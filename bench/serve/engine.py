@@ -1,6 +1,6 @@
 """The offline door: `sglang.Engine` under both names, each in a process of its own.
 
-    python bench/serve/engine.py MODEL_DIR
+    python -m bench.serve.engine MODEL_DIR
 
 Ours takes gather_cast in both phases, which is stock's computation, so its tokens must be stock's.
 Exit 1 when they are not.
@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+
+from bench.serve.spec_ab import common_tokens
 
 NAMES = ("flashinfer", "flashinfer_mla_fp8")
 # lengths of the prompts, and new tokens
@@ -48,11 +50,6 @@ def answer(number: int, model: str) -> list[list[int]]:
         engine.shutdown()
 
 
-def count_equal(mine: list[list[int]], theirs: list[list[int]]) -> int:
-    """Tokens that are equal and where they should be."""
-    return sum(x == y for a, b in zip(mine, theirs, strict=True) for x, y in zip(a, b))
-
-
 def main() -> None:
     """Run both, print how many tokens of ours are stock's."""
     model = sys.argv[1]
@@ -60,7 +57,7 @@ def main() -> None:
         os.environ[f"SGLANG_FP8MLA_{phase}_PATH"] = "gather_cast"
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         stock, ours = pool.map(answer, range(2), [model] * 2)
-    equal, total = count_equal(ours, stock), NEW * len(PROMPTS)
+    equal, total = common_tokens(ours, stock)
     lengths = sorted({len(tokens) for tokens in stock + ours})
     print(f"sglang.Engine: {equal} of {total} tokens as stock, lengths {lengths}")
     sys.exit(equal != total or lengths != [NEW])

@@ -122,17 +122,9 @@ def measure(tool: Any, name: str, words: list[str], options: Any) -> dict[str, A
     server = tool.boot(name, words, options)
     row: dict[str, Any] = {"arm": name}
     try:
-        while True:
-            if server.poll() is not None:
-                ended = f"the server exited with {server.returncode}"
-                return {**row, "error": ended, "why": find_error(name)}
-            if time.time() - begin > options.boot:
-                return {**row, "error": f"no /health within {options.boot} s"}
-            try:
-                tool.call("/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(1)
+        if ended := serve_overlap.wait_healthy(tool, server, options.boot):
+            why = find_error(name) if server.poll() is not None else ""
+            return {**row, "error": ended, "why": why}
         row["boot_s"] = round(time.time() - begin, 1)
         for bs, length, new in WORKLOADS:
             key = f"{bs}x{length}"

@@ -316,7 +316,6 @@ def gather_cast(
             f"gather_cast: pool must hold at most {_MAX_CHUNKS // per_row} slots of {dim} columns, "
             f"got {pool.shape[0]}"
         )
-    options = {"launch_pdl": True} if constants["OVERLAP"] else {}
     programs = _cast_programs(pool.device, None if bound is None else bound * per_row)
     _gather_cast_kernel[(programs,)](
         pool.view(torch.uint8),
@@ -327,6 +326,6 @@ def gather_cast(
         STRIDE_OUT=out.stride(0),
         **constants,
         num_warps=4,
-        **options,
+        launch_pdl=constants["OVERLAP"],
     )
     return out

@@ -590,14 +590,14 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.runtime_context import override_platform
 override_platform(**launch_lines.HOPPER).install()
-from bench.load import load, servers
+from bench.load import load
 from bench.load.deterministic import admit_flashinfer
 from sglang_fp8mla.serving import write_model
 import pathlib, tempfile
 model = str(write_model(pathlib.Path(tempfile.mkdtemp()), 8))
 def line(name):
-    words = ["--model-path", model, *servers.COMMON, *load._LOADED, *load.ARMS[name].words]
-    return launch_lines.resolve([*words, "--device", "cuda"], check=True)
+    words = [*load.ARMS[name].command_line(model), "--device", "cuda"]
+    return launch_lines.resolve(words, check=True)
 refused = line("exact").get("error")
 admit_flashinfer()
 admit_flashinfer()
