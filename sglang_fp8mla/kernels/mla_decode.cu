@@ -44,10 +44,6 @@ static constexpr int WARPS = 4 * GROUPS;     // that compute
 #define REBALANCE (WGMMA && BULK && GROUPS > 1)
 static constexpr int FETCH_WARPS = REBALANCE ? 4 : BULK ? 2 : 0;
 static constexpr int THREADS = 32 * (WARPS + FETCH_WARPS);
-#ifndef EACH_LANE
-#define EACH_LANE 0  // 1: for racecheck, which credits an arrival with that lane's accesses alone (bench/sanitize.py)
-#endif
-static constexpr int LANES = EACH_LANE ? 32 : 1;  // of a warp that arrive
 // a block owns what it was launched with and no more: asking for one register above it waits for ever
 static constexpr int LAUNCH_REGISTERS = 65536 / MIN_BLOCKS / THREADS / 8 * 8;
 static constexpr int FETCH_REGISTERS = 40;
@@ -85,8 +81,8 @@ __device__ __forceinline__ void ldsm_t(u32 (&r)[4], u32 addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
 }
-__device__ __forceinline__ void copy16(u32 dst, const void* src, u32 bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+__device__ __forceinline__ void copy16(u32 dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -211,8 +207,8 @@ struct Mma {
 };
 #endif
 
-// Generic writes before the matrix unit or the copy engine touches the place. It also waits for the thread's
-// own loads, which is why another warp fetches the tiles.
+// Between generic accesses to a place and the next use of it by the matrix unit or the copy engine. It also waits
+// for the thread's own copies in flight, which is why another warp fetches the tiles.
 __device__ __forceinline__ void proxy_fence() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -422,10 +418,11 @@ __device__ __forceinline__ void load_q(const Params& p, int request, int head0, 
 __device__ __forceinline__ const u8* row_of(const Params& p, int slot) {
   return p.pool + (u64)(u32)max(slot, 0) * p.pool_row;  // 64 bits: slot * 576 passes 2^31 at 3.7 M slots
 }
-// slot of row `row` of the cursor's tile, -1 past the request's end
+// Slot of row `row` of the cursor's tile. Past the request's end its last row stands in, with p = 0: finite bytes add
+// nothing, and a NaN or an infinity is in that column of the output anyway. Zeros in place of it would be written by
+// threads, which the copy engine then has to be fenced from.
 __device__ __forceinline__ int fetch_slot(const Cursor& c, const int* kv_indices, int row) {
-  const int t = c.tile * TILE + row;
-  return c.alive() && t < c.len ? kv_indices[c.kv0 + t] : -1;
+  return c.alive() ? kv_indices[c.kv0 + min(c.tile * TILE + row, c.len - 1)] : 0;
 }
 
 #if BULK
@@ -435,23 +432,15 @@ __device__ __forceinline__ void produce(const Params& p, Cursor c, int worker, u
   const int lane = threadIdx.x & 31, row0 = ((int)(threadIdx.x >> 5) - WARPS) * ROWS;
   int stage = 0;
   u32 parity = 1;  // a fresh barrier counts as free
-  int slot = lane < ROWS ? fetch_slot(c, p.kv_indices, row0 + lane) : -1;
+  int slot = fetch_slot(c, p.kv_indices, row0 + lane);
   while (c.alive()) {
-    const int valid = max(0, min(ROWS, c.len - c.tile * TILE - row0)), now = slot;
+    const int now = slot;  // its row is looked up behind the wait: before it, this cost up to 4 %
     if (++c.tile == c.tile_end) c.next(p.kv_indptr, worker, p.fixed, p.max_splits);
-    if (lane < ROWS) slot = fetch_slot(c, p.kv_indices, row0 + lane);
-    u8* rows = s_kv + stage * STAGE_BYTES + row0 * PITCH;
+    slot = fetch_slot(c, p.kv_indices, row0 + lane);
     barrier_wait(empty + 8 * stage, parity);
-    if (valid < ROWS) {  // rows past the end must be zero: 0 times a stale NaN is NaN
-      for (int i = valid * (PITCH / 16) + lane; i < ROWS * (PITCH / 16); i += 32)
-        *(int4*)(rows + i * 16) = make_int4(0, 0, 0, 0);
-      proxy_fence();
-    }
+    if (lane == 0) barrier_expect(full + 8 * stage, ROWS * K_DIM);
     __syncwarp();
-    if (lane == 0) barrier_expect(full + 8 * stage, valid * K_DIM);
-    else if (EACH_LANE) barrier_arrive(full + 8 * stage);
-    __syncwarp();
-    if (now >= 0) copy_row(smem_addr(rows + lane * PITCH), row_of(p, now), full + 8 * stage);
+    if (lane < ROWS) copy_row(smem_addr(s_kv + stage * STAGE_BYTES + (row0 + lane) * PITCH), row_of(p, now), full + 8 * stage);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 }
@@ -459,26 +448,16 @@ __device__ __forceinline__ void produce(const Params& p, Cursor c, int worker, u
 static constexpr int ROWS = TILE / WARPS;  // rows of a tile that a warp fetches; a lane keeps the slot of row lane % ROWS
 static_assert(ROWS >= 8, "kpe is copied eight rows at a time");
 
-__device__ __forceinline__ void issue_tile(const Params& p, u8* stage, int slot, bool whole) {
+__device__ __forceinline__ void issue_tile(const Params& p, u8* stage, int slot) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 dst = smem_addr(stage + warp * ROWS * PITCH);
-  if (whole) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-      copy16(dst + r * PITCH + lane * 16, p.pool + (u64)(u32)__shfl_sync(~0u, slot, r) * p.pool_row + lane * 16, 16);
-  } else {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {  // zero bytes copied fill with zeros
-      const int s = __shfl_sync(~0u, slot, r);
-      copy16(dst + r * PITCH + lane * 16, row_of(p, s) + lane * 16, s < 0 ? 0 : 16);
-    }
-  }
+  for (int r = 0; r < ROWS; ++r) copy16(dst + r * PITCH + lane * 16, row_of(p, __shfl_sync(~0u, slot, r)) + lane * 16);
 #if KPE
 #pragma unroll
   for (int i = 0; i < ROWS / 8; ++i) {  // the four 16-byte pieces of kpe, eight rows at a time
     const int r = i * 8 + (lane >> 2), c = V_DIM + (lane & 3) * 16;
-    const int s = __shfl_sync(~0u, slot, r);
-    copy16(dst + r * PITCH + c, row_of(p, s) + c, s < 0 ? 0 : 16);
+    copy16(dst + r * PITCH + c, row_of(p, __shfl_sync(~0u, slot, r)) + c);
   }
 #endif
 }
@@ -503,7 +482,7 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
   int slot = fetch_slot(ahead, p.kv_indices, my_row);
   auto fetch = [&](int stage) {
     if (ahead.alive()) {
-      issue_tile(p, s_kv + stage * STAGE_BYTES, slot, ahead.len - ahead.tile * TILE >= TILE);
+      issue_tile(p, s_kv + stage * STAGE_BYTES, slot);
       if (++ahead.tile == ahead.tile_end) ahead.next(p.kv_indptr, worker, p.fixed, p.max_splits);
       slot = fetch_slot(ahead, p.kv_indices, my_row);
     }
@@ -674,16 +653,17 @@ __device__ __forceinline__ void compute(const Params& p, Cursor cur, int worker,
             ldsm_t(raw[0], vrow + (b + 1) * 64);
             ldsm_t(raw[1], vrow + (b + 1) * 64 + 32 * PITCH);
           }
-#if BULK
-          if (b + 1 == BLOCKS_O) {  // the last bytes are asked for, and the arrival releases
-            __syncwarp();
-            if (EACH_LANE || lane == 0) barrier_arrive(empty + 8 * stage);
-          }
-#endif
           mma_fence();
 #pragma unroll
           for (int i = 0; i < 4; ++i) Mma<NO, 1>::run(o[b], a[b & 1][i], advance(p_half, i * (HEADS * 32)), 1);
           mma_commit();
+#if BULK
+          if (b + 1 == BLOCKS_O) {  // the stage is read; the fence hides behind the products
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * stage);
+          }
+#endif
           mma_wait<1>();
         }
         mma_wait<0>();
@@ -752,7 +732,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
 #if BULK
   if (threadIdx.x == 0)
     for (int s = 0; s < STAGES; ++s)
-      barrier_init(full + 8 * s, FETCH_WARPS * LANES), barrier_init(empty + 8 * s, WARPS * LANES);
+      barrier_init(full + 8 * s, FETCH_WARPS), barrier_init(empty + 8 * s, WARPS);
   proxy_fence();
   __syncthreads();
 #endif

@@ -153,13 +153,11 @@ static void ldmatrix(u32 (&r)[4], u32 addr) {
 static void ldsm(u32 (&r)[4], u32 addr) { ldmatrix<false>(r, addr); }
 static void ldsm_t(u32 (&r)[4], u32 addr) { ldmatrix<true>(r, addr); }
 
-static void land(const Pending& c) {
-  if (c.bytes) memcpy(g_shared + c.dst, c.src, c.bytes);
-}
-static void copy16(u32 dst, const void* src, u32 bytes) {
+static void land(const Pending& c) { memcpy(g_shared + c.dst, c.src, c.bytes); }
+static void copy16(u32 dst, const void* src) {
   auto& f = g_fibers[g_now];
   if (dst % 16 || (uintptr_t)src % 16) { fprintf(stderr, "cp.async: unaligned\n"); abort(); }
-  f.pending.push_back({dst, src, bytes, f.group});
+  f.pending.push_back({dst, src, 16, f.group});
 }
 static void copy_commit() { ++g_fibers[g_now].group; }
 template <int N>
@@ -167,10 +165,8 @@ static void copy_wait() {
   auto& f = g_fibers[g_now];
   std::vector<Pending> keep;
   for (auto& c : f.pending) {
-    if (c.group < f.group - N) {
-      memset(g_shared + c.dst, 0, 16);
-      land(c);
-    } else keep.push_back(c);
+    if (c.group < f.group - N) land(c);
+    else keep.push_back(c);
   }
   f.pending.swap(keep);
 }

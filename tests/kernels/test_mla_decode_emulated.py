@@ -195,27 +195,6 @@ def test_both_shapes_of_the_shipped_choice(heads, build_dir, monkeypatch):
         check_case(case, name=str(kv_lens))
 
 
-def test_the_build_for_racecheck_computes_the_same(build_dir, monkeypatch):
-    """EACH_LANE: all lanes arrive where lane 0 does; the same bits, and no barrier left waiting."""
-    case = make_case([500, 90, 1], heads=12)
-    found = []
-    for more in ((), ("-DEACH_LANE=1",)):
-
-        def emulated(index, arch, options, more=more):
-            return compile_options((*options, *more), WGMMA, build_dir)
-
-        monkeypatch.setattr(mla_decode, "_load_module", emulated)
-        plan = MlaDecodePlan(
-            max_bs=4, num_heads=12, device="cpu", q_dtype=torch.bfloat16,
-            pool_dtype=torch.float8_e4m3fn, backend="cuda",
-        )  # fmt: skip
-        case.out.fill_(torch.nan)
-        attend(plan, case)
-        check_case(case)
-        found.append(case.out.clone())
-    assert torch.equal(*found)
-
-
 def test_one_plan_serves_every_batch_size(build_dir):
     """What an earlier, larger plan left behind is not read again."""
     plan = None
