@@ -23,32 +23,38 @@ import triton
 import triton.language as tl
 
 from bench.gather_candidate import copy_tb_s, make_slots, make_wrapper, time_graphs
-from sglang_fp8mla.kernels.gather_cast import _gather_cast_kernel, cast_constants
+from sglang_fp8mla.kernels.gather_cast import (
+    _cast_blocks,
+    cast_constants,
+    gather_cast,
+    make_tickets,
+)
+from sglang_fp8mla.kernels.gather_cast import _device_facts as device_facts
 from sglang_fp8mla.machine import machine
 
 POOL, LAYERS, DIM = 495_552, 4, 576
 ROWS = 8  # of a block of whole rows
 SHAPES = ((1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1))
-# heads, batch, tokens: kernel_ab.py's
+# heads, batch, tokens: kernel_ab.py's, then those about as large as the L2 cache
 ATTENTION = (
-    *((8, 1, 1024), (8, 1, 32768), (16, 1, 4096), (16, 32, 4096), (16, 128, 3000)),
-    *((16, 1, 131_072), (64, 32, 4096), (128, 32, 4096)),
+    *((8, 1, 1024), (16, 1, 4096), (128, 1, 4096), (8, 1, 32768), (8, 32, 4096), (16, 32, 4096)),
+    *((16, 128, 3000), (16, 1, 131_072), (64, 32, 4096), (128, 32, 4096), (128, 128, 3000)),
+    *((16, 32, 256), (16, 8, 1000), (16, 16, 1000), (16, 8, 4096), (16, 12, 4096), (16, 16, 4096)),
 )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to cast; whole rows without `chunks`."""
+    """One way to cast: as shipped, its blocks divided in another way, or blocks of whole rows."""
 
-    chunks: int = 0  # of a block, by the shipped kernel; 0: ROWS whole rows, by the one below
-    width: int = 8  # columns of a chunk
-    programs: int = 8  # a multiprocessor; 0: one a block, which a CUDA graph cannot have
+    shipped: bool = False
+    chunks: int = 0  # of a block; 0: ROWS whole rows
+    programs: int = 12  # a multiprocessor; 0: one a block, which a CUDA graph cannot have
     warps: int = 4
+    queues: int = 0  # counters that blocks are drawn from; 0: each program has its share
+    evict: str = ""  # of the FP8 loads
     packed: bool = True  # row r of the list to row r, not to its own slot
-    split: bool = False  # loads of 512 and 64 columns, not one of 1024 that is masked
-    steal: bool = False  # later blocks by an atomic counter
     known: bool = False  # the count is the host's: kernel_ab.py's plain cast
-    overlap: bool = False  # launched while the kernel before drains (SM90's dependent launch)
 
     def __str__(self) -> str:
         """What differs from the defaults."""
@@ -56,90 +62,84 @@ class Variant:
         return " ".join(f"{k}={v}" for k, v in mine.items() if v != plain[k]) or f"rows={ROWS}"
 
 
-# the first three also behind a list in another order
+FIRST = "evict_first"
+# the first two also behind a list in another order
 VARIANTS = (
     Variant(programs=0, known=True),
-    Variant(chunks=256, programs=16, overlap=True),
-    Variant(chunks=256, programs=12, overlap=True),
+    Variant(shipped=True),
     Variant(),
     Variant(programs=0),
-    Variant(programs=32),
-    Variant(overlap=True),
-    Variant(steal=True),
-    Variant(split=True, programs=16),
     Variant(packed=False),
-    Variant(chunks=256, overlap=True),
-    Variant(chunks=256, programs=16),
-    Variant(chunks=256, programs=32, overlap=True),
     Variant(chunks=256, programs=0),
-    Variant(chunks=256, warps=2, programs=12, overlap=True),
-    Variant(chunks=256, warps=2, programs=16, overlap=True),
-    Variant(chunks=256, warps=2, programs=24, overlap=True),
-    Variant(chunks=128, warps=2, programs=24, overlap=True),
-    Variant(chunks=256, width=16, programs=12, overlap=True),
-    Variant(chunks=512, overlap=True),
-    Variant(chunks=1024, overlap=True),
+    Variant(chunks=256),
+    Variant(chunks=256, programs=8),
+    Variant(chunks=256, programs=16),
+    Variant(chunks=256, programs=32),
+    Variant(chunks=256, programs=64),
+    Variant(chunks=256, programs=128),
+    Variant(chunks=512, programs=6, warps=8),
+    Variant(chunks=1024, programs=3, warps=16),
+    Variant(chunks=256, evict=FIRST),
+    Variant(chunks=256, queues=1),
+    Variant(chunks=256, queues=4),
+    Variant(chunks=256, queues=12),
+    Variant(chunks=256, queues=132),
+    Variant(chunks=256, queues=132, evict=FIRST),
+    Variant(chunks=256, queues=132, programs=16),
 )
 
 
 @triton.jit
-def _row_part(src, dst, mask_t, offs_d, mask_d):
-    """Cast the columns offs_d of the rows at src [T] into the rows at dst [T]."""
-    mask = mask_t[:, None] & mask_d[None, :]
-    code = tl.load(src[:, None] + offs_d[None, :], mask=mask, other=0)
-    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.bfloat16)
-    tl.store(dst[:, None] + offs_d[None, :], value, mask=mask)
-
-
-@triton.jit
-def _cast_kernel(
+def _rows_kernel(
     pool,  # *u8 [num_slots, DIM]
     live_slots,  # *i32 [num_slots], first count[0] valid
     count,  # *i32 [1]
-    queue,  # *i32 [2], zeros, left zeros
     out,  # *bf16 [num_slots, DIM]
     live,  # count[0] as the host knows it; read when KNOWN
     DIM: tl.constexpr,
     T: tl.constexpr,
     PACKED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STEAL: tl.constexpr,
     KNOWN: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """As the shipped kernel, over blocks of T whole rows, with the choices of a Variant."""
-    if OVERLAP:  # nothing may be read or written before the kernel before is done
-        tl.extra.cuda.gdc_wait()
-    start = tl.program_id(0) * T
-    stride = tl.num_programs(0) * T
+    """As the shipped kernel, over blocks of T whole rows."""
     n = live if KNOWN else tl.load(count)
-    while start < n:
+    columns = tl.arange(0, 1024)
+    for start in range(tl.program_id(0) * T, n, tl.num_programs(0) * T):
         offs_t = start + tl.arange(0, T)
         mask_t = offs_t < n
         slot = tl.load(live_slots + offs_t, mask=mask_t, other=0)
         src = pool + slot.to(tl.int64) * DIM
         dst = out + (offs_t if PACKED else slot).to(tl.int64) * DIM
-        if SPLIT:
-            columns = tl.arange(0, 512)
-            _row_part(src, dst, mask_t, columns, columns < DIM)
-            tail = 512 + tl.arange(0, 64)
-            _row_part(src, dst, mask_t, tail, tail < DIM)
-        else:
-            columns = tl.arange(0, 1024)
-            _row_part(src, dst, mask_t, columns, columns < DIM)
-        if STEAL:
-            if n > stride:  # noqa: SIM108 -- Triton would do the atomic on either side
-                start = stride + tl.atomic_add(queue, T, sem="relaxed")
-            else:
-                start = n
-        else:
-            start += stride
-    if STEAL:  # noqa: SIM102 -- `and` would evaluate both sides
-        if n > stride:  # noqa: SIM102
-            # the last one out leaves the counters as it found them
-            if tl.atomic_add(queue + 1, 1) == tl.num_programs(0) - 1:
-                tl.store(queue, 0)
-                tl.store(queue + 1, 0)
+        mask = mask_t[:, None] & (columns < DIM)[None, :]
+        code = tl.load(src[:, None] + columns[None, :], mask=mask, other=0)
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.bfloat16)
+        tl.store(dst[:, None] + columns[None, :], value, mask=mask)
+
+
+@triton.jit
+def _chunks_kernel(
+    pool,  # *u8 [num_slots, DIM]
+    live_slots,  # *i32 [num_slots], first count[0] valid
+    count,  # *i32 [1]
+    tickets,  # *i32, zeros, left zeros
+    out,  # *bf16 [num_slots, DIM]
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUEUES: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """The package's blocks, all of them shared out (QUEUES 0) or drawn for, at any count."""
+    tl.extra.cuda.gdc_wait()
+    n = tl.load(count) * (DIM // CHUNK)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    queues = tl.minimum(programs, max(QUEUES, 1))
+    queue = program % queues
+    step = (programs - queue + queues - 1) // queues
+    _cast_blocks(
+        pool, live_slots, tickets, out, n, program // queues, step, queue, queues,
+        DIM, DIM, DIM, CHUNK, BLOCK, False, True, EVICT=EVICT, DRAW=QUEUES > 0,
+    )  # fmt: skip
 
 
 class Lab:
@@ -149,11 +149,13 @@ class Lab:
         self.device = torch.device("cuda")
         torch.manual_seed(0)
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        self.capability = torch.cuda.get_device_capability(0)
         made = (torch.randn(POOL, 1, DIM, device=self.device) for _ in range(LAYERS))
         self.pools = [rows.to(torch.float8_e4m3fn) for rows in made]
         self.rows = torch.empty(POOL, 1, DIM, dtype=torch.bfloat16, device=self.device)
-        self._queue = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._tickets = make_tickets(self.device)
+        facts = device_facts(self.device)
+        constants = cast_constants(DIM, torch.float8_e4m3fn, torch.bfloat16, facts)
+        self._chunk: int = constants["CHUNK"]
 
     def make_list(self, live: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots [POOL] int32, first `live` valid; count [1] int32)."""
@@ -163,35 +165,41 @@ class Lab:
 
     def cast(self, layer: int, variant: Variant, slots: Any, count: Any, live: int) -> None:
         """One layer. `live` is the count as the host knows it: the grid of `programs=0`."""
+        pool = self.pools[layer]
+        if variant.shipped:
+            gather_cast(pool, slots, count, self._tickets, self.rows)
+            return
         block, blocks = ROWS, live
         if variant.chunks:
-            block, blocks = variant.chunks, live * (DIM // variant.width)
+            block, blocks = variant.chunks, live * (DIM // self._chunk)
         programs = variant.programs * self.multiprocessors or -(-blocks // block)
-        launch = {"num_warps": variant.warps, "launch_pdl": variant.overlap}
-        pool = self.pools[layer].view(torch.uint8)
         if variant.chunks:
-            constants = cast_constants(DIM, torch.float8_e4m3fn, self.capability)
-            constants |= {"CHUNK": variant.width, "BLOCK": block, "OVERLAP": variant.overlap}
-            strides = {"STRIDE_POOL": DIM, "STRIDE_OUT": DIM}
-            _gather_cast_kernel[(programs,)](
-                pool, slots, count, self.rows, **strides, **constants, **launch
+            _chunks_kernel[(programs,)](
+                pool.view(torch.uint8),
+                slots,
+                count,
+                self._tickets,
+                self.rows,
+                DIM=DIM,
+                CHUNK=self._chunk,
+                BLOCK=block,
+                QUEUES=variant.queues,
+                EVICT=variant.evict,
+                num_warps=variant.warps,
+                launch_pdl=True,
             )
             return
-        _cast_kernel[(programs,)](
-            pool,
+        _rows_kernel[(programs,)](
+            pool.view(torch.uint8),
             slots,
             count,
-            self._queue,
             self.rows,
             live,
             DIM=DIM,
             T=ROWS,
             PACKED=variant.packed,
-            SPLIT=variant.split,
-            STEAL=variant.steal,
             KNOWN=variant.known,
-            OVERLAP=variant.overlap,
-            **launch,
+            num_warps=variant.warps,
         )
 
     def layers(self, ways: list[Callable[[int], None]]) -> list[float]:
@@ -211,6 +219,8 @@ class Lab:
         got = self.rows[:live] if variant.packed else self.rows[mine]
         if not torch.equal(got, self.pools[0][mine].to(torch.bfloat16)):
             raise AssertionError(f"{variant} casts wrong rows")
+        if self._tickets.any():
+            raise AssertionError(f"{variant} leaves tickets behind")
 
 
 def attend_after(lab: Lab, heads: int, bs: int, tokens: int) -> dict[str, float]:
@@ -240,7 +250,7 @@ def attend_after(lab: Lab, heads: int, bs: int, tokens: int) -> dict[str, float]
     ways = {"no cast": partial(attend, plain, None)}
     packed = [variant for variant in VARIANTS if variant.packed]
     ways |= {str(variant): partial(attend, plain, variant) for variant in packed}
-    ways |= {f"{v} shuffled": partial(attend, shuffled, v) for v in packed[:3]}
+    ways |= {f"{v} shuffled": partial(attend, shuffled, v) for v in packed[:2]}
     ways["no cast, last"] = ways["no cast"]
     found = lab.layers(list(ways.values()))
     return {name: round(us, 2) for name, us in zip(ways, found, strict=True)}

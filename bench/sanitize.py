@@ -17,17 +17,14 @@ memory that nothing ever wrote. initcheck sees the writes of instrumented kernel
 over all kernels and only what it finds in ours counts; the other tools instrument ours only.
 
 What the tools do not see: racecheck watches shared memory only; under any tool launches overlap
-less than without one. racecheck (2025.3.1 and 2026.4) credits an mbarrier's arrival with the stores
-of the arriving lane alone, where our kernel has one lane arrive for a warp behind a `__syncwarp`;
-it then reports the stores of the other 31. So it gets a build in which each lane arrives (EACH_LANE
-in mla_decode.cu), which PTX orders alike; `--shipped` gives it the other one. What 2026.4 reports
-in both, and why, is in docs/reliability.md.
+less than without one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -37,6 +34,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -134,7 +132,8 @@ def _gather_case(
     """List the slots, cast the rows, and compare both with torch; raise where they differ."""
     import torch
 
-    from sglang_fp8mla.kernels.gather_cast import gather_cast, list_live_slots
+    from sglang_fp8mla.kernels import gather_cast as kernels
+    from sglang_fp8mla.kernels.gather_cast import gather_cast, list_live_slots, make_tickets
 
     pool_dtype, out_dtype = (getattr(torch, name) for name in dtypes)
     generator = torch.Generator().manual_seed(sum(lens))
@@ -172,13 +171,20 @@ def _gather_case(
         if listed[kv_rows[: len(flat)].cpu().long()].tolist() != flat:
             raise AssertionError("kv_rows does not lead to the slots of kv_indices")
 
-    wide = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype, device=device)
-    pool, out = storage[..., :dim].view(pool_dtype), wide[..., :dim]
-    gather_cast(pool, slots, count, out, bound=number)
+    pool, tickets = storage[..., :dim].view(pool_dtype), make_tickets(storage.device)
     want = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype)
     place = torch.searchsorted(rows, listed.long())  # of a listed slot among the sorted ones
     want[:number, :, :dim] = codes[place].view(pool_dtype).to(out_dtype)
-    torch.testing.assert_close(wide.cpu(), want, rtol=0, atol=0, equal_nan=True)
+    facts = kernels._device_facts
+    # blocks shared out, then drawn for by a fifth of the programs
+    for l2_bytes, bound in ((1 << 30, number), (0, number // 5)):
+        here = dataclasses.replace(facts(storage.device), l2_bytes=l2_bytes)
+        wide = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype, device=device)
+        with unittest.mock.patch.object(kernels, "_device_facts", lambda _, here=here: here):
+            gather_cast(pool, slots, count, tickets, wide[..., :dim], bound=bound)
+        torch.testing.assert_close(wide.cpu(), want, rtol=0, atol=0, equal_nan=True)
+    if tickets.cpu().any():
+        raise AssertionError("a launch left tickets behind")
 
 
 def _never_written(tensor: torch.Tensor, parts: Any) -> torch.Tensor:
@@ -428,12 +434,10 @@ def make_command(
     *,
     known: str = "",
     device: str = "cuda",
-    shipped: bool = False,
 ) -> list[str]:
     """The words of one process.
 
     Args:
-        shipped: racecheck over the kernel as it is, not as the module's text says.
         port: where the tool talks to its process; pairs run side by side, each with its own.
         known: text of `compute-sanitizer --help`; an option that it lacks is left out.
     """
@@ -442,8 +446,6 @@ def make_command(
         return work
     if tool == "initcheck":
         work.append("--no-poison")
-    if tool == "racecheck" and not shipped:
-        work.append("--each-lane")
     options = [
         ("--target-processes", "application-only"),  # not ptxas
         ("--launch-timeout", "120"),  # importing torch beside 15 others takes longer than 10 s
@@ -491,18 +493,6 @@ def run_pair(
     return row | {"seconds": round(time.perf_counter() - begin, 1), "returncode": code}
 
 
-def let_each_lane_arrive() -> None:
-    """Compile the CUDA kernel with EACH_LANE in this process."""
-    from sglang_fp8mla.kernels.mla_decode import CudaConfig
-
-    plain = CudaConfig.options
-
-    def options(self: CudaConfig, **shape: Any) -> tuple[str, ...]:
-        return (*plain(self, **shape), "-DEACH_LANE=1")
-
-    CudaConfig.options = options  # type: ignore[method-assign]
-
-
 def stop(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -537,14 +527,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=70, help="seconds of one process")
     parser.add_argument("--deadline", type=float, default=180, help="seconds of all processes")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shipped", action="store_true", help="racecheck: the kernel as it is")
-    parser.add_argument("--each-lane", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=GROUPS, help=argparse.SUPPRESS)
     parser.add_argument("--no-poison", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
-        if options.each_lane:
-            let_each_lane_arrive()
         child(options.child, options.device, poison=not options.no_poison)
         return 0
     tools, groups = options.tool.split(","), options.group.split(",")
@@ -556,8 +542,7 @@ def main(argv: list[str] | None = None) -> int:
     sanitizer = find_sanitizer()
     version = output_of(sanitizer, "--version") if sanitizer else "not found"
     known = output_of(sanitizer, "--help") if sanitizer else ""
-    result: dict[str, Any] = {"machine": machine(), "sanitizer": version[-200:]}
-    result |= {"racecheck_build": "shipped" if options.shipped else "EACH_LANE", "rows": []}
+    result: dict[str, Any] = {"machine": machine(), "sanitizer": version[-200:], "rows": []}
 
     def keep(row: dict[str, Any]) -> None:
         result["rows"].append(row)
@@ -570,9 +555,8 @@ def main(argv: list[str] | None = None) -> int:
             left = options.deadline - (time.perf_counter() - begin)
             port = 21000 + 20 * number
             words = make_command(
-                tool, group, sanitizer or "", port,
-                known=known, device=options.device, shipped=options.shipped,
-            )  # fmt: skip
+                tool, group, sanitizer or "", port, known=known, device=options.device
+            )
             return run_pair(
                 tool, group, words, min(options.limit, left),
                 expected=number_of_cases(group, options.device),

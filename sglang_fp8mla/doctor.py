@@ -531,7 +531,7 @@ def _miscast_codes(device: str) -> list[str]:
     """The casts, as `dtype to dtype`, for which the kernel gave a wrong value on `device`."""
     import torch
 
-    from .kernels.gather_cast import gather_cast, list_live_slots
+    from .kernels.gather_cast import gather_cast, list_live_slots, make_tickets
 
     bad = []
     for pool_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -548,7 +548,7 @@ def _miscast_codes(device: str) -> list[str]:
         list_live_slots(kv_indices, kv_indptr, 1, owner, live, count, kv_rows)
         for out_dtype in (torch.bfloat16, torch.float16):
             out = torch.full((64, 576), 7.0, dtype=out_dtype, device=device)
-            gather_cast(pool, live, count, out)
+            gather_cast(pool, live, count, make_tickets(pool.device), out)
             want = codes.view(pool_dtype).to(torch.float32).to(out_dtype)[1::2]
             rows, rest = out.cpu()[kv_rows.cpu().long()], out.cpu()[kv_indices.numel() :]
             right = torch.equal(rows.nan_to_num(12345.0), want.nan_to_num(12345.0))

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .errors import IncompatibleEnvironment
-from .kernels.gather_cast import gather_cast, list_live_slots
+from .kernels.gather_cast import gather_cast, list_live_slots, make_tickets
 
 
 class LiveSlots:
@@ -24,6 +24,7 @@ class LiveSlots:
         self._owner = torch.empty(num_slots, dtype=torch.int32, device=device)
         self.slots = torch.empty(num_slots, dtype=torch.int32, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.tickets = make_tickets(device)
         self.bound: int | None = None
 
     def update(
@@ -101,7 +102,7 @@ class Workspace:
 
     def fill(self, pool: torch.Tensor, live: LiveSlots) -> torch.Tensor:
         """Cast the live rows of one layer's `pool`; `LiveSlots.update`'s result indexes them."""
-        return gather_cast(pool, live.slots, live.count, self.rows, bound=live.bound)
+        return gather_cast(pool, live.slots, live.count, live.tickets, self.rows, bound=live.bound)
 
 
 def require_memory(wanted_bytes: int, device: torch.device) -> None:

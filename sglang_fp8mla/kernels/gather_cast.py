@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,18 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK_LIST = 1024
 _LIST_PROGRAMS_PER_SM = 2
 # measured on an H200 (bench/results/cast-lab.json): 24 and more programs cost a request of some
-# thousand tokens 1 us, 8 cost a large batch 0.5 %
+# thousand tokens 1 us, 8 cost a large batch 3 %
 _CHUNK = 8  # columns of a thread: 8 bytes loaded, 16 stored, both coalesced without shared memory
 _BLOCK_CAST = 256  # chunks
 _CAST_PROGRAMS_PER_SM = 12
+# counters of one cache line would wait for each other
+_TICKET_STRIDE = tl.constexpr(32)
 # int32 counts the chunks of all listed rows; the margin is what the last stride may pass them by
 _MAX_CHUNKS = 2**31 - 2**24
-_INTERPRETED_PROGRAMS = 3  # few and odd, so that tests walk the grid-stride loops
+# few and odd, and a cache of a few rows, so that tests walk every loop
+_INTERPRETED_PROGRAMS = 3
+_INTERPRETED_QUEUES = 2
+_INTERPRETED_L2_BYTES = 16384
 
 
 # bs changes every batch: specialising on it would compile again at bs = 1 and multiples of 16
@@ -128,35 +134,34 @@ def _decode_fp8(code, E5M2: tl.constexpr, HW_E4M3: tl.constexpr):
 
 
 @triton.jit
-def _gather_cast_kernel(
-    pool,  # *u8 [num_slots, DIM], FP8 codes
-    live_slots,  # *i32 [num_slots], first count[0] valid
-    count,  # *i32 [1]
-    out,  # *bf16 | *f16 | *f32 [>= count[0], DIM]
-    STRIDE_POOL: tl.constexpr,  # a pool has one; as a variable it cost 1 to 2 us of 62
+def _cast_blocks(
+    pool,
+    live_slots,
+    tickets,
+    out,
+    n,  # chunks
+    at,  # the program's first block of this queue
+    step,  # programs of this queue
+    queue,
+    queues,
+    STRIDE_POOL: tl.constexpr,
     STRIDE_OUT: tl.constexpr,
     DIM: tl.constexpr,
-    CHUNK: tl.constexpr,  # columns; divides DIM
-    BLOCK: tl.constexpr,  # chunks
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
     E5M2: tl.constexpr,
     HW_E4M3: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    EVICT: tl.constexpr,
+    DRAW: tl.constexpr,
 ):
-    """out[r] = cast(pool[live_slots[r]]) for r < count[0]; other rows keep their contents.
-
-    Programs stride over blocks of the listed rows, laid end to end and cut into chunks: no thread
-    idles where 576 columns end short of a power of two. With OVERLAP a program may start while the
-    kernel before it drains; all that it reads or writes lies behind the wait.
+    """Cast the blocks queue, queue + queues, ...: a program's first, then every `step`-th or, with
+    DRAW, whichever nobody has taken.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     PER_ROW: tl.constexpr = DIM // CHUNK
-    n = tl.load(count) * PER_ROW
-    start = tl.program_id(0) * BLOCK
-    stride = tl.num_programs(0) * BLOCK
     column = tl.arange(0, CHUNK)[None, :]
-    while start < n:
-        chunk = start + tl.arange(0, BLOCK)  # [BLOCK]
+    blocks = (tl.cdiv(n, BLOCK) - queue + queues - 1) // queues
+    while at < blocks:
+        chunk = (at * queues + queue) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         mask = chunk < n
         row = chunk // PER_ROW
         part = chunk % PER_ROW * CHUNK
@@ -164,37 +169,118 @@ def _gather_cast_kernel(
         slot = tl.load(live_slots + row, mask=mask, other=0).to(tl.int64)
         src = pool + slot * STRIDE_POOL + part
         dst = out + row.to(tl.int64) * STRIDE_OUT + part
-        code = tl.load(src[:, None] + column, mask=mask[:, None], other=0)  # [BLOCK, CHUNK]
-        start += stride
+        code = tl.load(
+            src[:, None] + column, mask=mask[:, None], other=0, eviction_policy=EVICT
+        )  # [BLOCK, CHUNK]
+        at += step
+        if DRAW:  # noqa: SIM102 -- `and` would evaluate both sides
+            if blocks > step:
+                # here it hides behind the loads
+                ticket = tl.atomic_add(tickets + queue * _TICKET_STRIDE, 1, sem="relaxed")
+                at = step + ticket
+                # each program draws once in vain, so this was the last: the next launch finds 0
+                if ticket == blocks - 1:
+                    tl.store(tickets + queue * _TICKET_STRIDE, 0)
         value = _decode_fp8(code, E5M2, HW_E4M3).to(out.dtype.element_ty)
         tl.store(dst[:, None] + column, value, mask=mask[:, None])
 
 
+@triton.jit
+def _gather_cast_kernel(
+    pool,  # *u8 [num_slots, DIM], FP8 codes
+    live_slots,  # *i32 [num_slots], first count[0] valid
+    count,  # *i32 [1]
+    tickets,  # *i32 [QUEUES * 32], zeros, left zeros
+    out,  # *bf16 | *f16 | *f32 [>= count[0], DIM]
+    STRIDE_POOL: tl.constexpr,  # a pool has one; as a variable it cost 1 to 2 us of 62
+    STRIDE_OUT: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,  # columns; divides DIM
+    BLOCK: tl.constexpr,  # chunks
+    QUEUES: tl.constexpr,
+    CACHED_ROWS: tl.constexpr,  # rows of `out` that the L2 cache holds
+    E5M2: tl.constexpr,
+    HW_E4M3: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """out[r] = cast(pool[live_slots[r]]) for r < count[0]; other rows keep their contents.
+
+    Programs take blocks of the listed rows, laid end to end and cut into chunks: no thread idles
+    where 576 columns end short of a power of two. With OVERLAP a program may start while the kernel
+    before it drains; all that it reads or writes lies behind the wait.
+
+    Rows that fit the cache stay there for attention, so the FP8 bytes, read once, are marked to
+    leave first. More rows than that pass through. Then the warps of a multiprocessor drift apart if
+    each has its share, which costs memory its order and up to 3 %; so they draw the next block. One
+    counter for all would be slower still: it takes two draws a nanosecond at most.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    rows = tl.load(count)
+    n = rows * (DIM // CHUNK)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if rows <= CACHED_ROWS:
+        _cast_blocks(
+            pool, live_slots, tickets, out, n, program, programs, 0, 1,
+            STRIDE_POOL, STRIDE_OUT, DIM, CHUNK, BLOCK, E5M2, HW_E4M3,
+            EVICT="evict_first", DRAW=False,
+        )  # fmt: skip
+    else:
+        # programs that share a multiprocessor share a queue, as a rule; no result depends on it
+        queues = tl.minimum(programs, QUEUES)
+        queue = program % queues
+        step = (programs - queue + queues - 1) // queues
+        _cast_blocks(
+            pool, live_slots, tickets, out, n, program // queues, step, queue, queues,
+            STRIDE_POOL, STRIDE_OUT, DIM, CHUNK, BLOCK, E5M2, HW_E4M3,
+            EVICT="", DRAW=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the cast asks of a device; on the CPU, interpreted, it is made up."""
+
+    multiprocessors: int
+    capability: tuple[int, int]
+    l2_bytes: int
+
+    @property
+    def queues(self) -> int:
+        return self.multiprocessors or _INTERPRETED_QUEUES
+
+
 @functools.cache
-def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """(multiprocessors, compute capability); zeros on the CPU, interpreted."""
+def _device_facts(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":
-        return 0, (0, 0)
+        return DeviceFacts(0, (0, 0), _INTERPRETED_L2_BYTES)
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, (properties.major, properties.minor)
+    capability = properties.major, properties.minor
+    return DeviceFacts(properties.multi_processor_count, capability, properties.L2_cache_size)
 
 
 def cast_constants(
-    dim: int, pool_dtype: torch.dtype, capability: tuple[int, int]
+    dim: int, pool_dtype: torch.dtype, out_dtype: torch.dtype, facts: DeviceFacts
 ) -> dict[str, Any]:
-    """The compile-time constants of the cast kernel for rows of `dim` FP8 values.
-
-    `capability` is that of the GPU; (0, 0) is the interpreter.
-    """
+    """The compile-time constants of the cast kernel for rows of `dim` FP8 values."""
     return {
         "DIM": dim,
         "CHUNK": math.gcd(dim, _CHUNK),
         "BLOCK": _BLOCK_CAST,
+        "QUEUES": facts.queues,
+        "CACHED_ROWS": facts.l2_bytes // (dim * out_dtype.itemsize),
         "E5M2": pool_dtype == torch.float8_e5m2,
         # cvt of e4m3x2 exists from SM89 on (PTX ISA, `cvt`), griddepcontrol from SM90 on
-        "HW_E4M3": capability >= (8, 9),
-        "OVERLAP": capability >= (9, 0),
+        "HW_E4M3": facts.capability >= (8, 9),
+        "OVERLAP": facts.capability >= (9, 0),
     }
+
+
+def make_tickets(device: torch.device) -> torch.Tensor:
+    """What the casts of one stream share to divide their work: int32 zeros, one line a queue."""
+    size = _device_facts(device).queues * _TICKET_STRIDE.value
+    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def list_live_slots(
@@ -241,7 +327,7 @@ def list_live_slots(
             f"list_live_slots: kv_indptr must hold bs + 1 = {bs + 1} entries, "
             f"got {kv_indptr.numel()}"
         )
-    sms, _ = _device_facts(kv_indices.device)
+    sms = _device_facts(kv_indices.device).multiprocessors
     grid = (max(sms * _LIST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS),)
     _claim_slots_kernel[grid](kv_indices, kv_indptr, owner, count, bs, BLOCK=_BLOCK_LIST)
     _compact_slots_kernel[grid](
@@ -252,7 +338,7 @@ def list_live_slots(
 
 def _cast_programs(device: torch.device, chunks: int | None) -> int:
     """Programs of a cast: fixed where a graph is captured, else cut to what the host knows."""
-    sms, _ = _device_facts(device)
+    sms = _device_facts(device).multiprocessors
     if not sms:
         return _INTERPRETED_PROGRAMS
     # a graph replays with other counts than it was captured with
@@ -266,6 +352,7 @@ def gather_cast(
     pool: torch.Tensor,
     live_slots: torch.Tensor,
     count: torch.Tensor,
+    tickets: torch.Tensor,
     out: torch.Tensor,
     *,
     bound: int | None = None,
@@ -281,6 +368,8 @@ def gather_cast(
             29 million slots are the limit.
         live_slots: [num_slots] int32, distinct slot ids; only the first count[0] are read.
         count: [1] int32, read on the device.
+        tickets: of `make_tickets`; zeros before and after. Casts that may run at the same time need
+            their own.
         out: shape of `pool`, bfloat16, float16 or float32, caller-owned, rows may be strided.
             out[r] becomes pool[live_slots[r]]; rows at or past count[0] keep their contents.
         bound: about how many slots may be listed, where the host knows; it sizes the grid and no
@@ -303,13 +392,19 @@ def gather_cast(
             "gather_cast: pool and out must both be [num_slots, 1, dim], "
             f"got {tuple(pool.shape)} and {tuple(out.shape)}"
         )
+    facts = _device_facts(pool.device)
+    size = facts.queues * _TICKET_STRIDE.value
+    if tickets.dtype != torch.int32 or tickets.shape != (size,):
+        raise InvalidArgument(
+            f"gather_cast: tickets must be make_tickets' [{size}] int32, "
+            f"got {list(tickets.shape)} {tickets.dtype}"
+        )
     if pool.stride(-1) != 1 or out.stride(-1) != 1:
         raise InvalidArgument(
             "gather_cast: the columns of pool and out must be contiguous, "
             f"got strides {tuple(pool.stride())} and {tuple(out.stride())}"
         )
-    _, capability = _device_facts(pool.device)
-    constants = cast_constants(dim, pool.dtype, capability)
+    constants = cast_constants(dim, pool.dtype, out.dtype, facts)
     per_row = dim // constants["CHUNK"]
     if pool.shape[0] * per_row > _MAX_CHUNKS:
         raise InvalidArgument(
@@ -321,6 +416,7 @@ def gather_cast(
         pool.view(torch.uint8),
         live_slots,
         count,
+        tickets,
         out,
         STRIDE_POOL=pool.stride(0),
         STRIDE_OUT=out.stride(0),

@@ -440,7 +440,7 @@ def silent_kernels(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     wrapper = SilentWrapper()
     monkeypatch.setattr(scene.backend, "decode_wrapper", wrapper)
     monkeypatch.setattr(scene.backend, "prefill_wrapper_paged", wrapper)
-    monkeypatch.setattr(workspace, "gather_cast", lambda pool, slots, count, out, **_: out)
+    monkeypatch.setattr(workspace, "gather_cast", lambda *operands, **_: operands[-1])
     if getattr(scene.backend, "_fused", None) is not None:
         monkeypatch.setattr(scene.backend._fused, "run", lambda *args, **kwargs: None)
     yield wrapper

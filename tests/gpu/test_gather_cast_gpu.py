@@ -6,11 +6,14 @@ NaN past the live ones. Plans and operands are the same but for the indices, so 
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from sglang_fp8mla import probe  # noqa: E402
+from sglang_fp8mla.kernels import gather_cast as kernels  # noqa: E402
 from sglang_fp8mla.reference import ref_mla  # noqa: E402
 from sglang_fp8mla.workspace import LiveSlots, Workspace  # noqa: E402
 
@@ -113,8 +116,13 @@ def test_extend_equals_the_full_cast_bitwise(q_lens, kv_lens, heads, device):
     assert error < 2**-7, f"relative RMS error {error:.1e}: a key was dropped or misread"
 
 
-def test_replays_with_new_lengths_bitwise(device):
+# 32,000 rows fit the cache of a data-centre GPU; without one their blocks are drawn for
+@pytest.mark.parametrize("l2_bytes", [None, 0])
+def test_replays_with_new_lengths_bitwise(l2_bytes, device, monkeypatch):
     """One captured list + cast + run, replayed over batches that grow, shrink and share slots."""
+    if l2_bytes is not None:
+        facts = dataclasses.replace(kernels._device_facts(device), l2_bytes=l2_bytes)
+        monkeypatch.setattr(kernels, "_device_facts", lambda device: facts)
     num_slots, bs, heads, capacity = 40_000, 4, 16, 32_768
     i32 = {"dtype": torch.int32, "device": device}
     kv_buffer, index_buffer = torch.zeros(bs + 1, **i32), torch.zeros(capacity, **i32)

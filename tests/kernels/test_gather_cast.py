@@ -5,6 +5,7 @@ The same tests run interpreted on the CPU and compiled on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -17,7 +18,12 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from sglang_fp8mla.errors import IncompatibleEnvironment, InvalidArgument  # noqa: E402
-from sglang_fp8mla.kernels.gather_cast import gather_cast, list_live_slots  # noqa: E402
+from sglang_fp8mla.kernels import gather_cast as kernels  # noqa: E402
+from sglang_fp8mla.kernels.gather_cast import (  # noqa: E402
+    gather_cast,
+    list_live_slots,
+    make_tickets,
+)
 from sglang_fp8mla.workspace import LiveSlots, Workspace, require_memory  # noqa: E402
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -68,7 +74,8 @@ def test_every_code_is_exact(pool_dtype, out_dtype, device):
     pool = codes.to(device).view(pool_dtype)
     out = torch.full(pool.shape, 7.0, dtype=out_dtype, device=device)
     both = torch.tensor([1, 0], dtype=torch.int32, device=device)
-    gather_cast(pool, both, torch.tensor([2], dtype=torch.int32, device=device), out)
+    two = torch.tensor([2], dtype=torch.int32, device=device)
+    gather_cast(pool, both, two, make_tickets(device), out)
     expected = cast_by_torch(pool, out_dtype).flip(0)  # packed in the list's order
     codes = codes.flip(0)
     same(out, expected)
@@ -131,7 +138,8 @@ def test_writes_live_rows_and_no_others(kv_lens, dim, pool_dtype, device):
     out = storage[..., :dim]
     slots = LiveSlots(num_slots, device)
     kv_rows = slots.update(kv_indices, kv_indptr, len(kv_lens))
-    assert gather_cast(pool, slots.slots, slots.count, out) is out
+    assert gather_cast(pool, slots.slots, slots.count, slots.tickets, out) is out
+    assert not slots.tickets.any(), "the next launch would start past its first blocks"
     nnz = sum(kv_lens)
     expected = cast_by_torch(pool, torch.bfloat16)[kv_indices[:nnz].cpu().long()]
     same(out[kv_rows[:nnz].long()], expected)
@@ -208,8 +216,17 @@ def test_refuses_operands_that_break_the_contract(change, message):
     )
     one = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(InvalidArgument) as caught:
-        gather_cast(pool, one, one, out)
+        gather_cast(pool, one, one, make_tickets(pool.device), out)
     assert str(caught.value) == message
+
+
+def test_refuses_tickets_of_another_kind():
+    pool = torch.zeros(4, 1, 576, dtype=torch.uint8).view(E4M3)
+    one = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(
+        InvalidArgument, match=r"tickets must be make_tickets' \[64\] int32, got \[1\] torch.int32"
+    ):
+        gather_cast(pool, one, one, one, torch.zeros(4, 1, 576, dtype=torch.bfloat16))
 
 
 def test_refuses_more_chunks_than_an_int32_counts():
@@ -220,7 +237,7 @@ def test_refuses_more_chunks_than_an_int32_counts():
     with pytest.raises(
         InvalidArgument, match="at most 29593144 slots of 576 columns, got 30000000"
     ):
-        gather_cast(pool, one, one, out)
+        gather_cast(pool, one, one, make_tickets(pool.device), out)
 
 
 def test_list_refuses_int64_indices():
@@ -250,11 +267,12 @@ jobs = [
     (g._compact_slots_kernel, {**lists, "live_slots": i32}, {"BLOCK": 1024}),
     (g._find_rows_kernel, {**lists, "kv_rows": i32}, {"BLOCK": 1024}),
 ]
-cast = {"pool": u8, "live_slots": i32, "count": i32}
+cast = {"pool": u8, "live_slots": i32, "count": i32, "tickets": i32}
+facts = g.DeviceFacts(132, divmod(arch, 10), 50 << 20)
 strides = {"STRIDE_POOL": 576, "STRIDE_OUT": 576}
 for dtype in g.POOL_DTYPES:
     for out in ("*bf16", "*fp16"):
-        constants = {**strides, **g.cast_constants(576, dtype, divmod(arch, 10))}
+        constants = {**strides, **g.cast_constants(576, dtype, torch.bfloat16, facts)}
         jobs.append((g._gather_cast_kernel, {**cast, "out": out}, constants))
 for kernel, signature, constants in jobs:
     names = [p for p in kernel.arg_names if p not in constants]
@@ -268,8 +286,9 @@ for kernel, signature, constants in jobs:
     print(kernel.__name__, compiled.metadata.shared)
     if "OVERLAP" not in constants:
         continue
-    # both ways without a detour through shared memory, and nothing is touched before the wait
-    assert not compiled.metadata.shared
+    # no value takes a detour through shared memory, which tells a program its ticket alone
+    assert compiled.metadata.shared == 4
+    # nothing is touched before the wait
     text = compiled.asm["ptx"]
     assert ("griddepcontrol.wait" in text) == (arch >= 90)
     before, wait, _ = text.partition("griddepcontrol.wait")
@@ -315,17 +334,28 @@ def test_a_step_of_an_empty_batch_lists_nothing(device):
     assert slots.count.item() == 0
 
 
+# rows that the cache holds are shared out, more than that are drawn for: all of one kind, and with
+# 64 columns some of either
+@pytest.mark.parametrize("l2_bytes", [0, 16_384, 1 << 30])
+@pytest.mark.parametrize("dim", [64, 576])
 @pytest.mark.parametrize("bound", [None, 0, 1, 8, 10_000])
-def test_no_result_depends_on_the_bound(bound, device):
-    """A bound far too small or too large sizes the grid, and nothing else."""
-    kv_indptr, kv_indices, live = make_indices([90, 0, 41], 160, device)
-    pool = make_pool(160, 576, E4M3, device, live)
-    workspace = Workspace(160, 576, torch.bfloat16, device)
-    workspace.rows.fill_(float("nan"))
-    slots = LiveSlots(160, device)
-    kv_rows = slots.update(kv_indices, kv_indptr, 3, bound)[:131].long()
-    expected = cast_by_torch(pool, torch.bfloat16)[kv_indices[:131].cpu().long()]
-    same(workspace.fill(pool, slots)[kv_rows], expected)
+def test_no_result_depends_on_who_casts_a_block(bound, dim, l2_bytes, device, monkeypatch):
+    """A bound far too small or too large sizes the grid, a cache says how it divides its work."""
+    facts = dataclasses.replace(kernels._device_facts(device), l2_bytes=l2_bytes)
+    monkeypatch.setattr(kernels, "_device_facts", lambda device: facts)
+    slots = LiveSlots(700, device)
+    workspace = Workspace(700, dim, torch.bfloat16, device)
+    for kv_lens in ([90, 0, 41], [1, 0, 0], [600, 0, 3], [0, 0, 0]):  # one launch after another
+        kv_indptr, kv_indices, live = make_indices(kv_lens, 700, device)
+        nnz = len(live)
+        pool = make_pool(700, dim, E4M3, device, live)
+        workspace.rows.fill_(float("nan"))
+        kv_rows = slots.update(kv_indices, kv_indptr, 3, bound)[:nnz].long()
+        expected = cast_by_torch(pool, torch.bfloat16)[kv_indices[:nnz].cpu().long()]
+        rows = workspace.fill(pool, slots)
+        same(rows[kv_rows], expected)
+        assert rows[nnz:].isnan().all(), "a row past the live ones was written"
+        assert not slots.tickets.any(), "the next launch would start past its first blocks"
 
 
 @pytest.mark.parametrize(
@@ -342,8 +372,7 @@ def test_the_grid_is_fixed_under_a_graph_and_cut_elsewhere(
     monkeypatch, chunks, capturing, programs
 ):
     """A captured grid must do for any replay; an eager one need not launch idle programs."""
-    from sglang_fp8mla.kernels import gather_cast as module
-
-    monkeypatch.setattr(module, "_device_facts", lambda device: (10, (9, 0)))
+    facts = kernels.DeviceFacts(10, (9, 0), 1 << 20)
+    monkeypatch.setattr(kernels, "_device_facts", lambda device: facts)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert module._cast_programs(torch.device("cuda"), chunks) == programs
+    assert kernels._cast_programs(torch.device("cuda"), chunks) == programs

@@ -76,7 +76,7 @@ def test_survives_an_interpreter_that_fails(monkeypatch, capsys):
 def test_a_wrong_kernel_is_seen(monkeypatch):
     """The kernels are part of the verdict: one that casts nothing fails the demo."""
     gather_cast = pytest.importorskip("sglang_fp8mla.kernels.gather_cast")
-    monkeypatch.setattr(gather_cast, "gather_cast", lambda pool, live, count, out: out)
+    monkeypatch.setattr(gather_cast, "gather_cast", lambda *operands: None)
     report = demo.run_case(SMALL)
     assert not report.ok
     assert report.nonfinite_outputs > 0
