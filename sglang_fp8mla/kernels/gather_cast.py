@@ -339,13 +339,12 @@ def list_live_slots(
 def _cast_programs(device: torch.device, chunks: int | None) -> int:
     """Programs of a cast: fixed where a graph is captured, else cut to what the host knows."""
     sms = _device_facts(device).multiprocessors
-    if not sms:
-        return _INTERPRETED_PROGRAMS
+    resident = sms * _CAST_PROGRAMS_PER_SM or _INTERPRETED_PROGRAMS
     # a graph replays with other counts than it was captured with
-    if chunks is None or torch.cuda.is_current_stream_capturing():
-        return sms * _CAST_PROGRAMS_PER_SM
+    if chunks is None or (sms and torch.cuda.is_current_stream_capturing()):
+        return resident
     # as many blocks as there are rows to cast, up to more than fit at once, which is 2 % faster
-    return max(1, min(-(-chunks // _BLOCK_CAST), sms * _CAST_PROGRAMS_PER_SM * 16))
+    return max(1, min(-(-chunks // _BLOCK_CAST), resident * 16 if sms else resident))
 
 
 def gather_cast(
