@@ -32,7 +32,7 @@ _BLOCK_CAST = 256  # chunks
 _CAST_PROGRAMS_PER_SM = 12
 # counters of one cache line would wait for each other
 _TICKET_STRIDE = tl.constexpr(32)
-# int32 counts the chunks of all listed rows; the margin is what the last stride may pass them by
+# int32 counts the chunks of all listed rows; the margin is what the last block may pass them by
 _MAX_CHUNKS = 2**31 - 2**24
 # few and odd, and a cache of a few rows, so that tests walk every loop
 _INTERPRETED_PROGRAMS = 3
@@ -212,7 +212,7 @@ def _gather_cast_kernel(
     Rows that fit the cache stay there for attention, so the FP8 bytes, read once, are marked to
     leave first. More rows than that pass through. Then the warps of a multiprocessor drift apart if
     each has its share, which costs memory its order and up to 3 %; so they draw the next block. One
-    counter for all would be slower still: it takes two draws a nanosecond at most.
+    counter for all would be slower still: it gives one block in two nanoseconds at most.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
