@@ -23,13 +23,7 @@ import triton
 import triton.language as tl
 
 from bench.gather_candidate import copy_tb_s, make_slots, make_wrapper, time_graphs
-from sglang_fp8mla.kernels.gather_cast import (
-    _cast_blocks,
-    cast_constants,
-    gather_cast,
-    make_tickets,
-)
-from sglang_fp8mla.kernels.gather_cast import _device_facts as device_facts
+from sglang_fp8mla.kernels.gather_cast import _CHUNK, _cast_blocks, gather_cast, make_tickets
 from sglang_fp8mla.machine import machine
 
 POOL, LAYERS, DIM = 495_552, 4, 576
@@ -150,12 +144,8 @@ def _chunks_kernel(
     """The package's blocks, all of them shared out (QUEUES 0) or drawn for, at any count."""
     tl.extra.cuda.gdc_wait()
     n = tl.load(count) * (DIM // CHUNK)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    queues = tl.minimum(programs, max(QUEUES, 1))
-    queue = program % queues
-    step = (programs - queue + queues - 1) // queues
     _cast_blocks(
-        pool, live_slots, tickets, out, n, program // queues, step, queue, queues,
+        pool, live_slots, tickets, out, n, max(QUEUES, 1),
         DIM, DIM, DIM, CHUNK, BLOCK, False, True, EVICT=EVICT, DRAW=QUEUES > 0,
     )  # fmt: skip
 
@@ -171,9 +161,6 @@ class Lab:
         self.pools = [rows.to(torch.float8_e4m3fn) for rows in made]
         self.rows = torch.empty(POOL, 1, DIM, dtype=torch.bfloat16, device=self.device)
         self._tickets = make_tickets(self.device)
-        facts = device_facts(self.device)
-        constants = cast_constants(DIM, torch.float8_e4m3fn, torch.bfloat16, facts)
-        self._chunk: int = constants["CHUNK"]
 
     def make_list(self, live: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots [POOL] int32, first `live` valid; count [1] int32)."""
@@ -187,27 +174,25 @@ class Lab:
         if variant.shipped:
             gather_cast(pool, slots, count, self._tickets, self.rows)
             return
-        block, blocks = ROWS, live
+        fixed = variant.programs * self.multiprocessors
         if variant.chunks:
-            block, blocks = variant.chunks, live * (DIM // self._chunk)
-        programs = variant.programs * self.multiprocessors or -(-blocks // block)
-        if variant.chunks:
-            _chunks_kernel[(programs,)](
+            blocks = -(-live * (DIM // _CHUNK) // variant.chunks)
+            _chunks_kernel[(fixed or blocks,)](
                 pool.view(torch.uint8),
                 slots,
                 count,
                 self._tickets,
                 self.rows,
                 DIM=DIM,
-                CHUNK=self._chunk,
-                BLOCK=block,
+                CHUNK=_CHUNK,
+                BLOCK=variant.chunks,
                 QUEUES=variant.queues,
                 EVICT=variant.evict,
                 num_warps=variant.warps,
                 launch_pdl=True,
             )
             return
-        _rows_kernel[(programs,)](
+        _rows_kernel[(fixed or -(-live // ROWS),)](
             pool.view(torch.uint8),
             slots,
             count,

@@ -133,7 +133,6 @@ def _gather_case(
     import torch
 
     from sglang_fp8mla.kernels import gather_cast as kernels
-    from sglang_fp8mla.kernels.gather_cast import gather_cast, list_live_slots, make_tickets
 
     pool_dtype, out_dtype = (getattr(torch, name) for name in dtypes)
     generator = torch.Generator().manual_seed(sum(lens))
@@ -163,7 +162,7 @@ def _gather_case(
     count = torch.empty(1, dtype=torch.int32, device=device)
     # beside the indices, then in their place
     for kv_rows in (torch.empty_like(kv_indices), kv_indices):
-        list_live_slots(kv_indices, kv_indptr, len(lens), owner, slots, count, kv_rows)
+        kernels.list_live_slots(kv_indices, kv_indptr, len(lens), owner, slots, count, kv_rows)
         number = int(count.cpu()[0])
         listed = slots[:number].cpu()
         if sorted(listed.tolist()) != live:
@@ -171,7 +170,7 @@ def _gather_case(
         if listed[kv_rows[: len(flat)].cpu().long()].tolist() != flat:
             raise AssertionError("kv_rows does not lead to the slots of kv_indices")
 
-    pool, tickets = storage[..., :dim].view(pool_dtype), make_tickets(storage.device)
+    pool, tickets = storage[..., :dim].view(pool_dtype), kernels.make_tickets(storage.device)
     want = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype)
     place = torch.searchsorted(rows, listed.long())  # of a listed slot among the sorted ones
     want[:number, :, :dim] = codes[place].view(pool_dtype).to(out_dtype)
@@ -181,7 +180,7 @@ def _gather_case(
         here = dataclasses.replace(facts(storage.device), l2_bytes=l2_bytes)
         wide = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype, device=device)
         with unittest.mock.patch.object(kernels, "_device_facts", lambda _, here=here: here):
-            gather_cast(pool, slots, count, tickets, wide[..., :dim], bound=bound)
+            kernels.gather_cast(pool, slots, count, tickets, wide[..., :dim], bound=bound)
         torch.testing.assert_close(wide.cpu(), want, rtol=0, atol=0, equal_nan=True)
     if tickets.cpu().any():
         raise AssertionError("a launch left tickets behind")
@@ -427,13 +426,7 @@ def find_sanitizer() -> str | None:
 
 
 def make_command(
-    tool: str,
-    group: str,
-    sanitizer: str,
-    port: int,
-    *,
-    known: str = "",
-    device: str = "cuda",
+    tool: str, group: str, sanitizer: str, port: int, *, known: str = "", device: str = "cuda"
 ) -> list[str]:
     """The words of one process.
 

@@ -140,10 +140,7 @@ def _cast_blocks(
     tickets,
     out,
     n,  # chunks
-    at,  # the program's first block of this queue
-    step,  # programs of this queue
-    queue,
-    queues,
+    QUEUES: tl.constexpr,
     STRIDE_POOL: tl.constexpr,
     STRIDE_OUT: tl.constexpr,
     DIM: tl.constexpr,
@@ -154,11 +151,18 @@ def _cast_blocks(
     EVICT: tl.constexpr,
     DRAW: tl.constexpr,
 ):
-    """Cast the blocks queue, queue + queues, ...: a program's first, then every `step`-th or, with
-    DRAW, whichever nobody has taken.
+    """Cast a program's part of the chunks.
+
+    Its queue has every QUEUES-th block. Of those it takes one of its own, and then every `step`-th
+    or, with DRAW, whichever nobody has taken.
     """
     PER_ROW: tl.constexpr = DIM // CHUNK
     column = tl.arange(0, CHUNK)[None, :]
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    # programs that share a multiprocessor share a queue, as a rule; no result depends on it
+    queues = tl.minimum(programs, QUEUES)
+    queue, at = program % queues, program // queues
+    step = (programs - queue + queues - 1) // queues  # programs of this queue
     blocks = (tl.cdiv(n, BLOCK) - queue + queues - 1) // queues
     while at < blocks:
         chunk = (at * queues + queue) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
@@ -218,21 +222,15 @@ def _gather_cast_kernel(
         tl.extra.cuda.gdc_wait()
     rows = tl.load(count)
     n = rows * (DIM // CHUNK)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
     if rows <= CACHED_ROWS:
         _cast_blocks(
-            pool, live_slots, tickets, out, n, program, programs, 0, 1,
+            pool, live_slots, tickets, out, n, 1,
             STRIDE_POOL, STRIDE_OUT, DIM, CHUNK, BLOCK, E5M2, HW_E4M3,
             EVICT="evict_first", DRAW=False,
         )  # fmt: skip
     else:
-        # programs that share a multiprocessor share a queue, as a rule; no result depends on it
-        queues = tl.minimum(programs, QUEUES)
-        queue = program % queues
-        step = (programs - queue + queues - 1) // queues
         _cast_blocks(
-            pool, live_slots, tickets, out, n, program // queues, step, queue, queues,
+            pool, live_slots, tickets, out, n, QUEUES,
             STRIDE_POOL, STRIDE_OUT, DIM, CHUNK, BLOCK, E5M2, HW_E4M3,
             EVICT="", DRAW=True,
         )  # fmt: skip
@@ -249,6 +247,11 @@ class DeviceFacts:
     @property
     def queues(self) -> int:
         return self.multiprocessors or _INTERPRETED_QUEUES
+
+    @property
+    def tickets(self) -> int:
+        """Entries of `make_tickets`."""
+        return self.queues * int(_TICKET_STRIDE.value)
 
 
 @functools.cache
@@ -279,8 +282,7 @@ def cast_constants(
 
 def make_tickets(device: torch.device) -> torch.Tensor:
     """What the casts of one stream share to divide their work: int32 zeros, one line a queue."""
-    size = _device_facts(device).queues * _TICKET_STRIDE.value
-    return torch.zeros(size, dtype=torch.int32, device=device)
+    return torch.zeros(_device_facts(device).tickets, dtype=torch.int32, device=device)
 
 
 def list_live_slots(
@@ -392,10 +394,9 @@ def gather_cast(
             f"got {tuple(pool.shape)} and {tuple(out.shape)}"
         )
     facts = _device_facts(pool.device)
-    size = facts.queues * _TICKET_STRIDE.value
-    if tickets.dtype != torch.int32 or tickets.shape != (size,):
+    if tickets.dtype != torch.int32 or tickets.shape != (facts.tickets,):
         raise InvalidArgument(
-            f"gather_cast: tickets must be make_tickets' [{size}] int32, "
+            f"gather_cast: tickets must be make_tickets' [{facts.tickets}] int32, "
             f"got {list(tickets.shape)} {tickets.dtype}"
         )
     if pool.stride(-1) != 1 or out.stride(-1) != 1:

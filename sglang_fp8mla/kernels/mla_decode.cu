@@ -731,8 +731,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mla_decode(con
   const u32 full = smem_addr(smem) + STAGES * STAGE_BYTES + Q_BYTES + 2 * P_BYTES + 6 * 4 * HEADS, empty = full + 8 * STAGES;
 #if BULK
   if (threadIdx.x == 0)
-    for (int s = 0; s < STAGES; ++s)
-      barrier_init(full + 8 * s, FETCH_WARPS), barrier_init(empty + 8 * s, WARPS);
+    for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, FETCH_WARPS), barrier_init(empty + 8 * s, WARPS);
   proxy_fence();
   __syncthreads();
 #endif
