@@ -1,6 +1,7 @@
 """`gather_cast` as CANDIDATE of ../shared/gpu/tools/kernel_ab.py, and its cast alone.
 
     CANDIDATE=bench.gather_candidate:attend python ~/p/tools/kernel_ab.py
+    CANDIDATE=bench.gather_candidate:control python ~/p/tools/kernel_ab.py   # the tool's own cast
     python -m bench.gather_candidate        # list and cast, the cast as a share of copy bandwidth
 
 As in the backend, the live slots are listed once per step, outside the layers.
@@ -9,6 +10,7 @@ As in the backend, the live slots are listed once per step, outside the layers.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -47,6 +49,30 @@ def attend(
         rows = Workspace(pool.shape[0], pool.shape[-1], q_nope.dtype, pool.device)
         _state.update(kv_indices=kv_indices, live=live, wrapper=wrapper, workspace=rows)
     rows = _state["workspace"].fill(pool, _state["live"])
+    _state["wrapper"].run(q_nope, q_pe, rows[..., :ckv], rows[..., ckv:], out=out)
+
+
+def control(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    pool: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    out: torch.Tensor,
+    sm_scale: float,
+) -> None:
+    """kernel_ab.py's own cast in the candidate's place, in rows of its own: what the place does."""
+    (bs, heads, ckv), live = q_nope.shape, kv_indices.numel()
+    if _state.get("kv_indices") is not kv_indices:
+        _state.clear()
+        i32: dict[str, Any] = {"dtype": torch.int32, "device": pool.device}
+        rows = torch.empty(pool.shape, dtype=q_nope.dtype, device=pool.device)
+        qo_indptr, kv_rows = torch.arange(bs + 1, **i32), torch.arange(live, **i32)
+        wrapper = make_wrapper(qo_indptr, kv_indptr, kv_rows, heads, sm_scale=sm_scale)
+        _state.update(kv_indices=kv_indices, wrapper=wrapper, rows=rows)
+    rows = _state["rows"]
+    cast: Any = sys.modules["__main__"]
+    cast._gather_cast[(-(-live // 8),)](pool, kv_indices, rows, live, 576, 1024, 8, num_warps=4)
     _state["wrapper"].run(q_nope, q_pe, rows[..., :ckv], rows[..., ckv:], out=out)
 
 
