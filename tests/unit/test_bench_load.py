@@ -130,6 +130,8 @@ class FakeServer:
         rid = body.setdefault("rid", f"rid-{time.monotonic_ns()}")
         loaded = rid.startswith("load")
         self.served += loaded
+        # by when it came: at its end a burst has one and the same `served`
+        retractions = int(loaded and self.served % 11 == 0)
         if loaded and self.served % 9 == 0 and self.mode == "hang":
             await asyncio.sleep(3600)
         if loaded and self.served % 9 == 0 and self.mode == "drop":
@@ -150,7 +152,7 @@ class FakeServer:
                 "finish_reason": reason,
                 "output_token_logprobs": entries,
                 "cached_tokens": cached,
-                "num_retractions": 1 if loaded and self.served % 11 == 0 else 0,
+                "num_retractions": retractions,
             }
             if body.get("top_logprobs_num"):
                 info["output_top_logprobs"] = [
