@@ -47,7 +47,6 @@ class Variant:
     warps: int = 4
     queues: int = 0  # counters that blocks are drawn from; 0: each program has its share
     evict: str = ""  # of the FP8 loads
-    ahead: bool = False  # fetch the FP8 bytes of a program's first block before the wait
     packed: bool = True  # row r of the list to row r, not to its own slot
     known: bool = False  # the count is the host's: kernel_ab.py's plain cast
 
@@ -88,9 +87,7 @@ IN_ORDER = (
     Variant(programs=0, known=True),
     Variant(shipped=True),
     Variant(chunks=256, evict=FIRST),
-    Variant(chunks=256, evict=FIRST, ahead=True),
     Variant(chunks=256, queues=132),
-    Variant(chunks=256, queues=132, ahead=True),
 )
 
 
@@ -146,32 +143,20 @@ def _chunks_kernel(
     count,  # *i32 [1]
     tickets,  # *i32, zeros, left zeros
     out,  # *bf16 [num_slots, DIM]
+    capacity,  # num_slots
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     QUEUES: tl.constexpr,
     EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """The package's blocks, all of them shared out (QUEUES 0) or drawn for, at any count."""
-    if AHEAD:  # a hint: should the list be of the last step, the wrong rows come into the L2 cache
-        n = tl.load(count, cache_modifier=".cg") * (DIM // CHUNK)
-        if tl.program_id(0) * BLOCK < n:
-            chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-            row = tl.minimum(chunk, n - 1) // (DIM // CHUNK)
-            slot = tl.load(live_slots + row, cache_modifier=".cg").to(tl.int64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                "=r,l",
-                [pool + slot * DIM + chunk % (DIM // CHUNK) * CHUNK],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
     tl.extra.cuda.gdc_wait()
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)) // (DIM // CHUNK)
+    slot = tl.load(live_slots + row, mask=row < capacity, other=0)
     n = tl.load(count) * (DIM // CHUNK)
     _cast_blocks(
-        pool, live_slots, tickets, out, n, max(QUEUES, 1),
+        pool, live_slots, tickets, out, slot, n, max(QUEUES, 1),
         DIM, DIM, DIM, CHUNK, BLOCK, False, True, EVICT=EVICT, DRAW=QUEUES > 0,
     )  # fmt: skip
 
@@ -209,12 +194,12 @@ class Lab:
                 count,
                 self._tickets,
                 self.rows,
+                POOL,
                 DIM=DIM,
                 CHUNK=_CHUNK,
                 BLOCK=variant.chunks,
                 QUEUES=variant.queues,
                 EVICT=variant.evict,
-                AHEAD=variant.ahead,
                 num_warps=variant.warps,
                 launch_pdl=True,
             )

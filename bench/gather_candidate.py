@@ -36,7 +36,7 @@ def attend(
     if _state.get("kv_indices") is not kv_indices:
         _state.clear()
         live = LiveSlots(pool.shape[0], pool.device)
-        kv_rows = live.update(kv_indices, kv_indptr, bs)
+        kv_rows = live.update(kv_indices, kv_indptr, bs, q_rows=heads)
         wrapper = make_wrapper(
             torch.arange(bs + 1, dtype=torch.int32, device=pool.device),
             kv_indptr,

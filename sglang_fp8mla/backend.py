@@ -503,7 +503,7 @@ class FlashInferMLAFp8Backend(stock.FlashInferMLAAttnBackend):
         if planned.path == "gather_cast":
             assert self._live is not None
             planned.kv_indices = self._live.update(
-                kv_indices, kv_indptr, bs, tokens, in_place=in_place
+                kv_indices, kv_indptr, bs, tokens, q_rows=num_heads, in_place=in_place
             )
         elif planned.path == "fused":
             assert self._fused is not None

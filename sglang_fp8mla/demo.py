@@ -241,15 +241,15 @@ def _cast_with_kernels(
         import torch
         from triton.runtime.errors import InterpreterError
 
-        from .kernels.gather_cast import gather_cast, list_live_slots, make_tickets
+        from .kernels.gather_cast import gather_cast, list_live_slots, make_scratch, make_tickets
     except ImportError as error:
         return str(error)
-    owner = torch.empty(pool.shape[0], dtype=torch.int32)
-    live_slots = torch.empty_like(owner)
+    scratch = make_scratch(pool.shape[0], pool.device)
+    live_slots = torch.empty(pool.shape[0], dtype=torch.int32)
     count = torch.zeros(1, dtype=torch.int32)
     try:
         bs = len(kv_indptr) - 1
-        list_live_slots(kv_indices, kv_indptr, bs, owner, live_slots, count, kv_rows)
+        list_live_slots(kv_indices, kv_indptr, bs, scratch, live_slots, count, kv_rows)
         gather_cast(pool, live_slots, count, make_tickets(pool.device), workspace)
     # Symptom: TypeError in every loop. Cause: the interpreter turns an array of one element into an
     # int, which numpy 2.5 refuses (seen with triton 3.6). Enough: no server uses the interpreter.

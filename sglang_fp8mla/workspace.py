@@ -14,15 +14,16 @@ from weakref import WeakValueDictionary
 import torch
 
 from .errors import IncompatibleEnvironment
-from .kernels.gather_cast import gather_cast, list_live_slots, make_tickets
+from .kernels.gather_cast import gather_cast, list_live_slots, make_scratch, make_tickets
 
 
 class LiveSlots:
     """The distinct slots that the planned batch references, on the device."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._owner = torch.empty(num_slots, dtype=torch.int32, device=device)
-        self.slots = torch.empty(num_slots, dtype=torch.int32, device=device)
+        self._scratch = make_scratch(num_slots, device)
+        # the cast loads slots before it knows how many there are
+        self.slots = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self.tickets = make_tickets(device)
         self.bound: int | None = None
@@ -34,6 +35,7 @@ class LiveSlots:
         bs: int,
         bound: int | None = None,
         *,
+        q_rows: int = 1,
         in_place: bool = False,
     ) -> torch.Tensor:
         """List the slots of a batch; arguments as `list_live_slots` and `gather_cast` take them.
@@ -48,7 +50,9 @@ class LiveSlots:
         self.bound = bound
         # an index past the end that some kernel prefetches must stay inside the rows
         kv_rows = kv_indices if in_place else torch.zeros_like(kv_indices)
-        list_live_slots(kv_indices, kv_indptr, bs, self._owner, self.slots, self.count, kv_rows)
+        list_live_slots(
+            kv_indices, kv_indptr, bs, self._scratch, self.slots, self.count, kv_rows, q_rows=q_rows
+        )
         return kv_rows
 
 

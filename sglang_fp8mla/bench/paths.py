@@ -152,7 +152,9 @@ def build_gather_cast(op: Operands) -> Path:
 
     def step() -> None:
         attention.kv_indices.copy_(op.kv_indices)
-        live.update(attention.kv_indices, op.kv_indptr, op.case.bs, in_place=True)
+        live.update(
+            attention.kv_indices, op.kv_indptr, op.case.bs, q_rows=op.case.num_heads, in_place=True
+        )
 
     step()
     return Path(

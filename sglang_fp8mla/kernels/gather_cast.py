@@ -46,16 +46,13 @@ def _claim_slots_kernel(
     kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
     kv_indptr,  # *i32 [bs + 1]
     owner,  # *i32 [num_slots]
-    count,  # *i32 [1]
     bs,
     BLOCK: tl.constexpr,
 ):
     """owner[kv_indices[t]] = t for t < kv_indptr[bs]; of the t that share a slot, any one wins.
 
-    Programs stride over blocks of BLOCK entries. Program 0 clears `count` for the next kernel.
+    Programs stride over blocks of BLOCK entries.
     """
-    if tl.program_id(0) == 0:
-        tl.store(count, 0)
     nnz = tl.load(kv_indptr + bs)
     for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # [BLOCK]
@@ -64,35 +61,124 @@ def _claim_slots_kernel(
         tl.store(owner + slot, offs, mask=mask)
 
 
-@triton.jit(do_not_specialize=["bs"])
+@triton.jit
+def _segment(nnz, BLOCK: tl.constexpr):
+    """The entries of this program, one run of whole blocks: (first, past the last)."""
+    each = tl.cdiv(tl.cdiv(nnz, tl.num_programs(0)), BLOCK) * BLOCK
+    start = tl.program_id(0) * each
+    return start, tl.minimum(start + each, nnz)
+
+
+@triton.jit
+def _is_read_first(kv_indptr, offs, nnz, bs, pieces, ROWS: tl.constexpr):
+    """Whether entries are among the about ROWS that attention reads first, [BLOCK] bool.
+
+    FlashInfer has `pieces` clusters of thread blocks, cuts requests into pieces of at most `limit`
+    entries, as many as there are clusters where requests are long (MLAPlan in its scheduler.cuh,
+    0.7.2), and each cluster reads its piece from the end (mla.cuh, mla_hopper.cuh).
+    """
+    limit = tl.cdiv(tl.cdiv(nnz, pieces), 256) * 256
+    rows = limit.to(tl.int64) * ROWS // nnz  # of a piece
+    # the last request that begins at or before the entry; as nnz lies behind it, it is not empty
+    request = tl.zeros_like(offs)
+    step = 1
+    while step < bs:
+        step *= 2
+    while step > 0:
+        later = request + step
+        begin = tl.load(kv_indptr + later, mask=later < bs, other=2147483647)
+        request = tl.where(begin <= offs, later, request)
+        step //= 2
+    begin = tl.load(kv_indptr + request)
+    at = offs - begin
+    end = tl.minimum((at // limit + 1) * limit, tl.load(kv_indptr + request + 1) - begin)
+    # more requests than clusters: those behind have to wait
+    return (end - 1 - at < rows) & (request < pieces)
+
+
+@triton.jit
+def _find_winners(
+    kv_indices, kv_indptr, owner, offs, end, nnz, bs, pieces, FIRST_ROWS: tl.constexpr
+):
+    """(slots, whether the claim of each entry won, and is read first) of entries offs [BLOCK]."""
+    mask = offs < end
+    slot = tl.load(kv_indices + offs, mask=mask, other=0).to(tl.int64)
+    won = mask & (tl.load(owner + slot, mask=mask, other=-1) == offs)
+    first = tl.zeros_like(won)
+    if nnz > FIRST_ROWS:
+        inside = tl.minimum(offs, end - 1)
+        first = won & _is_read_first(kv_indptr, inside, nnz, bs, pieces, FIRST_ROWS)
+    return slot, won, first
+
+
+@triton.jit(do_not_specialize=["bs", "pieces"])
+def _count_slots_kernel(
+    kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
+    kv_indptr,  # *i32 [bs + 1]
+    owner,  # *i32 [num_slots]
+    counts,  # *i32 [2, programs]
+    bs,
+    pieces,
+    BLOCK: tl.constexpr,
+    FIRST_ROWS: tl.constexpr,
+):
+    """Entries of each program's segment that won their claim: read later, and read first."""
+    nnz = tl.load(kv_indptr + bs)
+    begin, end = _segment(nnz, BLOCK)
+    later, sooner = 0, 0
+    for start in range(begin, end, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        _, won, first = _find_winners(
+            kv_indices, kv_indptr, owner, offs, end, nnz, bs, pieces, FIRST_ROWS
+        )
+        later += tl.sum((won & ~first).to(tl.int32), 0)
+        sooner += tl.sum(first.to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0), later)
+    tl.store(counts + tl.num_programs(0) + tl.program_id(0), sooner)
+
+
+@triton.jit(do_not_specialize=["bs", "pieces"])
 def _compact_slots_kernel(
     kv_indices,  # *i32 [capacity], first kv_indptr[bs] valid
     kv_indptr,  # *i32 [bs + 1]
     owner,  # *i32 [num_slots]
+    counts,  # *i32 [2, programs], of _count_slots_kernel with the same grid
     live_slots,  # *i32 [num_slots]
-    count,  # *i32 [1], 0 on entry
+    count,  # *i32 [1]
     bs,
+    pieces,
     BLOCK: tl.constexpr,
+    FIRST_ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,  # a power of two, at least the grid
 ):
     """live_slots[:count] = the slots of the entries that won their claim: each slot once.
 
-    The winner leaves -1 - (its place in the list) in `owner`. No loser takes that for its own
-    claim, since claims are not negative.
-
-    Programs stride over blocks of BLOCK entries; each block takes its range with one atomic, so
-    the order of the list varies from run to run. No result of attention depends on it.
+    In the order of the entries, but that those read first come last. The winner leaves
+    -1 - (its place in the list) in `owner`. No loser takes that for its own claim, since claims
+    are not negative.
     """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    each = tl.arange(0, PROGRAMS)
+    later = tl.load(counts + each, mask=each < programs, other=0)
+    sooner = tl.load(counts + programs + each, mask=each < programs, other=0)
+    row_later = tl.sum(tl.where(each < program, later, 0), 0)
+    row_sooner = tl.sum(later, 0) + tl.sum(tl.where(each < program, sooner, 0), 0)
+    if program == 0:
+        tl.store(count, tl.sum(later, 0) + tl.sum(sooner, 0))
     nnz = tl.load(kv_indptr + bs)
-    for start in range(tl.program_id(0) * BLOCK, nnz, tl.num_programs(0) * BLOCK):
-        offs = start + tl.arange(0, BLOCK)  # [BLOCK]
-        mask = offs < nnz
-        slot = tl.load(kv_indices + offs, mask=mask, other=0)
-        won = mask & (tl.load(owner + slot.to(tl.int64), mask=mask, other=-1) == offs)
-        rank = tl.cumsum(won.to(tl.int32), 0)  # 1-based among the winners of the block
-        base = tl.atomic_add(count, tl.sum(won.to(tl.int32), 0))
-        row = base + rank - 1
-        tl.store(live_slots + row, slot, mask=won)
-        tl.store(owner + slot.to(tl.int64), -1 - row, mask=won)
+    begin, end = _segment(nnz, BLOCK)
+    for start in range(begin, end, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        slot, won, first = _find_winners(
+            kv_indices, kv_indptr, owner, offs, end, nnz, bs, pieces, FIRST_ROWS
+        )
+        # two ranks in one scan: BLOCK is less than 2**16; 1-based
+        rank = tl.cumsum((won & ~first).to(tl.int32) + (first.to(tl.int32) << 16), 0)
+        row = tl.where(first, row_sooner + (rank >> 16), row_later + (rank & 0xFFFF)) - 1
+        tl.store(live_slots + row, slot.to(tl.int32), mask=won)
+        tl.store(owner + slot, -1 - row, mask=won)
+        row_later += tl.sum((won & ~first).to(tl.int32), 0)
+        row_sooner += tl.sum(first.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["bs"])
@@ -139,6 +225,7 @@ def _cast_blocks(
     live_slots,
     tickets,
     out,
+    slot,  # [BLOCK], of the chunks of the program's own block; any value from chunk n on
     n,  # chunks
     QUEUES: tl.constexpr,
     STRIDE_POOL: tl.constexpr,
@@ -170,8 +257,7 @@ def _cast_blocks(
         row = chunk // PER_ROW
         part = chunk % PER_ROW * CHUNK
         # int64 before the multiply: slot * 576 passes 2**31 at 3.7 M slots
-        slot = tl.load(live_slots + row, mask=mask, other=0).to(tl.int64)
-        src = pool + slot * STRIDE_POOL + part
+        src = pool + slot.to(tl.int64) * STRIDE_POOL + part
         dst = out + row.to(tl.int64) * STRIDE_OUT + part
         code = tl.load(
             src[:, None] + column, mask=mask[:, None], other=0, eviction_policy=EVICT
@@ -187,15 +273,18 @@ def _cast_blocks(
                     tl.store(tickets + queue * _TICKET_STRIDE, 0)
         value = _decode_fp8(code, E5M2, HW_E4M3).to(out.dtype.element_ty)
         tl.store(dst[:, None] + column, value, mask=mask[:, None])
+        chunk = (at * queues + queue) * BLOCK + tl.arange(0, BLOCK)
+        slot = tl.load(live_slots + chunk // PER_ROW, mask=chunk < n, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _gather_cast_kernel(
     pool,  # *u8 [num_slots, DIM], FP8 codes
     live_slots,  # *i32 [num_slots], first count[0] valid
     count,  # *i32 [1]
     tickets,  # *i32 [QUEUES * 32], zeros, left zeros
     out,  # *bf16 | *f16 | *f32 [>= count[0], DIM]
+    capacity,  # num_slots
     STRIDE_POOL: tl.constexpr,  # a pool has one; as a variable it cost 1 to 2 us of 62
     STRIDE_OUT: tl.constexpr,
     DIM: tl.constexpr,
@@ -220,17 +309,20 @@ def _gather_cast_kernel(
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    # asked for with the count, not behind it: 0.4 us
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)) // (DIM // CHUNK)
+    slot = tl.load(live_slots + row, mask=row < capacity, other=0)
     rows = tl.load(count)
     n = rows * (DIM // CHUNK)
     if rows <= CACHED_ROWS:
         _cast_blocks(
-            pool, live_slots, tickets, out, n, 1,
+            pool, live_slots, tickets, out, slot, n, 1,
             STRIDE_POOL, STRIDE_OUT, DIM, CHUNK, BLOCK, E5M2, HW_E4M3,
             EVICT="evict_first", DRAW=False,
         )  # fmt: skip
     else:
         _cast_blocks(
-            pool, live_slots, tickets, out, n, QUEUES,
+            pool, live_slots, tickets, out, slot, n, QUEUES,
             STRIDE_POOL, STRIDE_OUT, DIM, CHUNK, BLOCK, E5M2, HW_E4M3,
             EVICT="", DRAW=True,
         )  # fmt: skip
@@ -247,6 +339,11 @@ class DeviceFacts:
     @property
     def queues(self) -> int:
         return self.multiprocessors or _INTERPRETED_QUEUES
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of 576 16-bit values that a cast leaves in the L2 cache: its FP8 bytes take 1/3."""
+        return self.l2_bytes * 2 // 3 // (576 * 2)
 
     @property
     def tickets(self) -> int:
@@ -285,28 +382,43 @@ def make_tickets(device: torch.device) -> torch.Tensor:
     return torch.zeros(_device_facts(device).tickets, dtype=torch.int32, device=device)
 
 
+def _list_programs(facts: DeviceFacts) -> int:
+    return max(facts.multiprocessors * _LIST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS)
+
+
+def make_scratch(num_slots: int, device: torch.device) -> torch.Tensor:
+    """What `list_live_slots` works in, for a pool of `num_slots`; needs no initial value."""
+    programs = _list_programs(_device_facts(device))
+    return torch.empty(num_slots + 2 * programs, dtype=torch.int32, device=device)
+
+
 def list_live_slots(
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
     bs: int,
-    owner: torch.Tensor,
+    scratch: torch.Tensor,
     live_slots: torch.Tensor,
     count: torch.Tensor,
     kv_rows: torch.Tensor,
+    *,
+    q_rows: int = 1,
 ) -> None:
     """Write each distinct slot of the batch once into `live_slots`, and where into `kv_rows`.
+
+    Slots are listed in the order of the batch. Where it has more rows than the L2 cache holds,
+    those that FlashInfer's decode kernel reads first come last: the cast leaves them in the cache.
 
     Args:
         kv_indices: [capacity] int32, slot ids. Entries at or past kv_indptr[bs] are never read.
         kv_indptr: [>= bs + 1] int32, prefix sum of kv lengths (tokens); read on the device.
         bs: requests in the batch; 0 gives an empty list.
-        owner: [num_slots] int32, scratch; needs no initial value.
-        live_slots: [num_slots] int32, out. Entries at or past count[0] keep their contents; the
-            order of the entries before it is not specified.
+        scratch: of `make_scratch`.
+        live_slots: [num_slots] int32, out. Entries at or past count[0] keep their contents.
         count: [1] int32, out: how many.
         kv_rows: [>= kv_indptr[bs]] int32, out: live_slots[kv_rows[t]] == kv_indices[t], so it
             indexes the packed rows of `gather_cast` as `kv_indices` indexes the pool. May be
             `kv_indices` itself. Entries at or past kv_indptr[bs] keep their contents.
+        q_rows: heads times new tokens of a request. Only the order depends on it.
 
     Raises:
         InvalidArgument: a shape, dtype or stride breaks the contract above.
@@ -314,7 +426,7 @@ def list_live_slots(
     for name, tensor in (
         ("kv_indices", kv_indices),
         ("kv_indptr", kv_indptr),
-        ("owner", owner),
+        ("scratch", scratch),
         ("live_slots", live_slots),
         ("count", count),
         ("kv_rows", kv_rows),
@@ -329,12 +441,24 @@ def list_live_slots(
             f"list_live_slots: kv_indptr must hold bs + 1 = {bs + 1} entries, "
             f"got {kv_indptr.numel()}"
         )
-    sms = _device_facts(kv_indices.device).multiprocessors
-    grid = (max(sms * _LIST_PROGRAMS_PER_SM, _INTERPRETED_PROGRAMS),)
-    _claim_slots_kernel[grid](kv_indices, kv_indptr, owner, count, bs, BLOCK=_BLOCK_LIST)
+    facts = _device_facts(kv_indices.device)
+    programs = _list_programs(facts)
+    owner, counts = scratch[: -2 * programs], scratch[-2 * programs :]
+    if owner.numel() != live_slots.numel():
+        raise InvalidArgument(
+            f"list_live_slots: scratch must be make_scratch' of {live_slots.numel()} slots, "
+            f"got {scratch.numel()} entries"
+        )
+    grid = (programs,)
+    # FlashInfer takes two thread blocks for a cluster where q has more rows than one tile of 64
+    pieces = facts.queues // (2 if q_rows > 64 else 1)
+    constants = {"BLOCK": _BLOCK_LIST, "FIRST_ROWS": facts.first_rows}
+    _claim_slots_kernel[grid](kv_indices, kv_indptr, owner, bs, BLOCK=_BLOCK_LIST)
+    _count_slots_kernel[grid](kv_indices, kv_indptr, owner, counts, bs, pieces, **constants)
     _compact_slots_kernel[grid](
-        kv_indices, kv_indptr, owner, live_slots, count, bs, BLOCK=_BLOCK_LIST
-    )
+        kv_indices, kv_indptr, owner, counts, live_slots, count, bs, pieces,
+        PROGRAMS=triton.next_power_of_2(programs), **constants,
+    )  # fmt: skip
     _find_rows_kernel[grid](kv_indices, kv_indptr, owner, kv_rows, bs, BLOCK=_BLOCK_LIST)
 
 
@@ -367,7 +491,7 @@ def gather_cast(
         pool: [num_slots, 1, dim] or [num_slots, dim], float8_e4m3fn or float8_e5m2. Rows may be
             strided; the columns of a row are contiguous. dim is 576 for DeepSeek's MLA, of which
             29 million slots are the limit.
-        live_slots: [num_slots] int32, distinct slot ids; only the first count[0] are read.
+        live_slots: [num_slots] int32, distinct slot ids; only the first count[0] are used.
         count: [1] int32, read on the device.
         tickets: of `make_tickets`; zeros before and after. Casts that may run at the same time need
             their own.
@@ -418,6 +542,7 @@ def gather_cast(
         count,
         tickets,
         out,
+        live_slots.numel(),
         STRIDE_POOL=pool.stride(0),
         STRIDE_OUT=out.stride(0),
         **constants,

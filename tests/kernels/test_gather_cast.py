@@ -22,6 +22,7 @@ from sglang_fp8mla.kernels import gather_cast as kernels  # noqa: E402
 from sglang_fp8mla.kernels.gather_cast import (  # noqa: E402
     gather_cast,
     list_live_slots,
+    make_scratch,
     make_tickets,
 )
 from sglang_fp8mla.workspace import LiveSlots, Workspace, require_memory  # noqa: E402
@@ -107,21 +108,67 @@ def test_lists_each_slot_once(kv_lens, shared, device):
     """A prefix that requests share is moved once; entries past nnz are not read."""
     num_slots = 6000
     kv_indptr, kv_indices, live = make_indices(kv_lens, num_slots, device, shared=shared)
-    owner = torch.full((num_slots,), 123456789, dtype=torch.int32, device=device)
+    scratch = make_scratch(num_slots, device).fill_(123456789)
     slots = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
     count = torch.tensor([77], dtype=torch.int32, device=device)
     kv_rows = torch.full_like(kv_indices, -5)
     bs, nnz = len(kv_lens), sum(kv_lens)
-    list_live_slots(kv_indices, kv_indptr, bs, owner, slots, count, kv_rows)
+    list_live_slots(kv_indices, kv_indptr, bs, scratch, slots, count, kv_rows)
     assert count.item() == len(live)
     assert sorted(slots[: len(live)].tolist()) == live
     assert (slots[len(live) :] == -1).all(), "entries past the count were written"
     assert torch.equal(slots[kv_rows[:nnz].long()], kv_indices[:nnz])
     assert (kv_rows[nnz:] == -5).all(), "entries past nnz were written"
     renumbered = kv_indices.clone()
-    list_live_slots(renumbered, kv_indptr, bs, owner, slots, count, renumbered)
+    list_live_slots(renumbered, kv_indptr, bs, scratch, slots, count, renumbered)
     assert torch.equal(slots[renumbered[:nnz].long()], kv_indices[:nnz])
     assert torch.equal(renumbered[nnz:], kv_indices[nnz:])
+
+
+def read_first(kv_lens, pieces, rows):
+    """The entries that FlashInfer's decode kernel reads first, by the rule of its plan."""
+    nnz = sum(kv_lens)
+    limit = -(-nnz // (pieces * 256)) * 256
+    of_a_piece = limit * rows // nnz
+    found, begin = set(), 0
+    for length in kv_lens[:pieces]:
+        for start in range(0, length, limit):
+            end = min(start + limit, length)
+            found |= set(range(begin + max(start, end - of_a_piece), begin + end))
+        begin += length
+    return found
+
+
+# two clusters, or one where a request has more than 64 rows of q
+@pytest.mark.parametrize("q_rows", [16, 128])
+@pytest.mark.parametrize("first_rows", [9, 700, 3999])
+@pytest.mark.parametrize(
+    "kv_lens",
+    [[4000], [1500, 1500, 1500], [0, 1025, 0, 0, 1023, 0, 2048, 0], [5, 4000, 1], [1] * 4001],
+    ids=lambda lens: f"{len(lens)}x{max(lens)}",
+)
+def test_lists_in_the_batch_order_but_what_is_read_first_last(
+    kv_lens, first_rows, q_rows, device, monkeypatch
+):
+    """The whole list, entry by entry; a batch that fits the cache is listed as it is."""
+    facts = dataclasses.replace(
+        kernels._device_facts(device), multiprocessors=2, l2_bytes=first_rows * 1152 * 3 // 2 + 1
+    )
+    assert facts.first_rows == first_rows
+    monkeypatch.setattr(kernels, "_device_facts", lambda device: facts)
+    kv_indptr, kv_indices, _ = make_indices(kv_lens, 6000, device)
+    slots = LiveSlots(6000, device)
+    kv_rows = slots.update(kv_indices, kv_indptr, len(kv_lens), q_rows=q_rows)
+    nnz = sum(kv_lens)
+    last = read_first(kv_lens, 2 if q_rows <= 64 else 1, first_rows)
+    assert last or not kv_lens[0]
+    order = sorted(range(nnz), key=lambda entry: (entry in last, entry))
+    assert slots.slots[:nnz].tolist() == kv_indices[order].tolist()
+    assert kv_rows[order].tolist() == list(range(nnz))
+    # the same batch where the cache holds it
+    facts = dataclasses.replace(facts, l2_bytes=2 * facts.l2_bytes + nnz * 1728)
+    slots.update(kv_indices, kv_indptr, len(kv_lens), q_rows=q_rows)
+    assert torch.equal(slots.slots[:nnz], kv_indices[:nnz])
 
 
 # the last shape has more chunks than one round of the interpreted grid: 3 programs x 256; rows of
@@ -248,6 +295,9 @@ def test_list_refuses_int64_indices():
         list_live_slots(narrow.long(), narrow, 1, narrow, narrow, narrow, narrow)
     with pytest.raises(InvalidArgument, match="kv_indptr must hold bs \\+ 1 = 6 entries, got 4"):
         list_live_slots(narrow, narrow, 5, narrow, narrow, narrow, narrow)
+    scratch = make_scratch(5, narrow.device)
+    with pytest.raises(InvalidArgument, match=r"scratch must be make_scratch' of 4 slots, got 11"):
+        list_live_slots(narrow, narrow, 1, scratch, narrow, narrow, narrow)
 
 
 _COMPILE = r"""
@@ -261,13 +311,20 @@ from sglang_fp8mla.kernels import gather_cast as g
 arch = int(sys.argv[1])
 target = GPUTarget("cuda", arch, 32)
 i32, u8 = "*i32", "*u8"
-lists = {"kv_indices": i32, "kv_indptr": i32, "owner": i32, "count": i32, "bs": "i32"}
+lists = {"kv_indices": i32, "kv_indptr": i32, "owner": i32, "bs": "i32"}
+counts = {**lists, "counts": i32, "pieces": "i32"}
+ordered = {"BLOCK": 1024, "FIRST_ROWS": 36000}
 jobs = [
     (g._claim_slots_kernel, lists, {"BLOCK": 1024}),
-    (g._compact_slots_kernel, {**lists, "live_slots": i32}, {"BLOCK": 1024}),
+    (g._count_slots_kernel, counts, ordered),
+    (
+        g._compact_slots_kernel,
+        {**counts, "live_slots": i32, "count": i32},
+        {**ordered, "PROGRAMS": 512},
+    ),
     (g._find_rows_kernel, {**lists, "kv_rows": i32}, {"BLOCK": 1024}),
 ]
-cast = {"pool": u8, "live_slots": i32, "count": i32, "tickets": i32}
+cast = {"pool": u8, "live_slots": i32, "count": i32, "tickets": i32, "capacity": "i32"}
 facts = g.DeviceFacts(132, divmod(arch, 10), 50 << 20)
 strides = {"STRIDE_POOL": 576, "STRIDE_OUT": 576}
 for dtype in g.POOL_DTYPES:
