@@ -23,8 +23,8 @@ from ..errors import InvalidArgument
 POOL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_BLOCK_LIST = 1024
-_LIST_PROGRAMS_PER_SM = 2
+_BLOCK_LIST = 256
+_LIST_PROGRAMS_PER_SM = 4
 # measured on an H200 (bench/results/cast-lab.json): 24 and more programs cost a request of some
 # thousand tokens 1 us, 8 cost a large batch 3 %
 _CHUNK = 8  # columns of a thread: 8 bytes loaded, 16 stored, both coalesced without shared memory

@@ -179,6 +179,50 @@ def test_replays_with_new_lengths_bitwise(l2_bytes, device, monkeypatch):
         assert torch.equal(out.view(torch.int16), expected.view(torch.int16)), kv_lens
 
 
+def pieces_read_first(wrapper):
+    """(kv_indptr, kv_start, kv_end) of the first piece of each cluster, from FlashInfer's plan."""
+    info = list(wrapper._plan_info)  # MLAPlanInfo in its scheduler.cuh: offsets in bytes
+    numbers = wrapper._int_workspace_buffer.view(torch.int32).cpu()
+    starts = numbers[info[15] // 4 :][: info[1] + 1].tolist()
+    fields = [numbers[info[field] // 4 :][: starts[-1]].tolist() for field in (3, 13, 14)]
+    busy = [start for start, end in zip(starts, starts[1:], strict=False) if start < end]
+    return [tuple(field[work] for field in fields) for work in busy]
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize(
+    "kv_lens",
+    [[4096] * 32, [3000] * 64, [700] * 256, [100_000], [500 + 97 * n for n in range(48)]],
+    ids=lambda lens: f"{len(lens)}x{max(lens)}",
+)
+def test_what_is_cast_last_is_what_flashinfer_reads_first(kv_lens, heads, device):
+    """Speed alone hangs on it: the pieces that the list assumes are those that FlashInfer plans."""
+    num_slots, nnz = 200_000, sum(kv_lens)
+    kv = torch.tensor([0, *kv_lens], device=device).cumsum(0).to(torch.int32)
+    qo = torch.arange(len(kv), dtype=torch.int32, device=device)
+    slots = torch.randperm(num_slots, device=device)[:nnz].to(torch.int32)
+    wrapper = make_wrapper(device)
+    plan(wrapper, qo, kv, slots, heads, causal=False)
+    pieces = pieces_read_first(wrapper)
+    facts = kernels._device_facts(device)
+    limit = max(end - start for _, start, end in pieces)
+    rows = -(-limit // 256) * 256 * facts.first_rows // nnz
+    theirs = {
+        begin + entry
+        for begin, start, end in pieces
+        for entry in range(max(start, end - rows), end)
+    }
+    live = LiveSlots(num_slots, device)
+    order = torch.argsort(live.update(slots, kv, len(kv_lens), q_rows=heads)).cpu()
+    # the list goes through the batch twice
+    (again,) = (order[1:] < order[:-1]).nonzero().flatten().tolist()
+    ours = set(order[again + 1 :].tolist())
+    assert abs(len(ours) - facts.first_rows) < 0.3 * facts.first_rows, len(ours)
+    # where requests differ, more pieces than clusters: some clusters read two
+    assert len(ours ^ theirs) <= 0.15 * len(theirs), (len(ours), len(theirs), len(ours ^ theirs))
+
+
 def test_addresses_past_2_31_elements(device):
     """Live slots around slot 3,728,271, where slot * 576 passes 2**31, and at the end."""
     num_slots, heads = 4_000_000, 8

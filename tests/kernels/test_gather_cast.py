@@ -89,7 +89,7 @@ def test_every_code_is_exact(pool_dtype, out_dtype, device):
     assert torch.equal(out.cpu().isnan(), is_nan_code)
 
 
-# 1025 and more entries pass one block of the list kernels, 3 * 1024 one round of their grid
+# 257 and more entries pass one block of the list kernels, 3 * 256 one round of their grid
 @pytest.mark.parametrize(
     ("kv_lens", "shared"),
     [
@@ -98,7 +98,7 @@ def test_every_code_is_exact(pool_dtype, out_dtype, device):
         ([0, 5, 0, 3], 0),
         ([7, 8, 9], 0),
         ([101] * 8, 100),
-        ([1025, 0, 1023, 1024], 0),
+        ([257, 0, 255, 256], 0),
         ([4000], 0),
         ([1500, 1500, 1500], 1400),
     ],
@@ -313,16 +313,16 @@ target = GPUTarget("cuda", arch, 32)
 i32, u8 = "*i32", "*u8"
 lists = {"kv_indices": i32, "kv_indptr": i32, "owner": i32, "bs": "i32"}
 counts = {**lists, "counts": i32, "pieces": "i32"}
-ordered = {"BLOCK": 1024, "FIRST_ROWS": 36000}
+ordered = {"BLOCK": g._BLOCK_LIST, "FIRST_ROWS": 36000}
 jobs = [
-    (g._claim_slots_kernel, lists, {"BLOCK": 1024}),
+    (g._claim_slots_kernel, lists, {"BLOCK": g._BLOCK_LIST}),
     (g._count_slots_kernel, counts, ordered),
     (
         g._compact_slots_kernel,
         {**counts, "live_slots": i32, "count": i32},
-        {**ordered, "PROGRAMS": 512},
+        {**ordered, "PROGRAMS": 1024},
     ),
-    (g._find_rows_kernel, {**lists, "kv_rows": i32}, {"BLOCK": 1024}),
+    (g._find_rows_kernel, {**lists, "kv_rows": i32}, {"BLOCK": g._BLOCK_LIST}),
 ]
 cast = {"pool": u8, "live_slots": i32, "count": i32, "tickets": i32, "capacity": "i32"}
 facts = g.DeviceFacts(132, divmod(arch, 10), 50 << 20)
