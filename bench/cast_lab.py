@@ -83,14 +83,6 @@ VARIANTS = (
 )
 
 
-IN_ORDER = (
-    Variant(programs=0, known=True),
-    Variant(shipped=True),
-    Variant(chunks=256, evict=FIRST),
-    Variant(chunks=256, queues=132),
-)
-
-
 @triton.jit
 def _cast_rows(
     pool,
@@ -271,96 +263,17 @@ def attend_after(lab: Lab, heads: int, bs: int, tokens: int) -> dict[str, float]
     return {name: round(us, 2) for name, us in zip(ways, found, strict=True)}
 
 
-def make_order(name: str, heads: int, bs: int, tokens: int, sms: int) -> torch.Tensor:
-    """The tokens of a batch in the order in which they are to be cast, [bs * tokens] int64.
-
-    `natural`; `shuffled`, in blocks of 1024 at random; or by FlashInfer's pieces (MLAPlan in its
-    scheduler.cuh, 0.7.2), of which a thread block each reads the last row first. `stripes`: runs of
-    64 rows of all pieces in turn, those read first last. `lateN`: those that are read first last,
-    as many as N MB hold, the rest and they in natural order; `lateNs`, both shuffled.
-    """
-    token = torch.arange(bs * tokens)
-    block = torch.randperm(-(-bs * tokens // 1024))[token // 1024]
-    if name == "natural":
-        return token
-    if name == "shuffled":
-        return torch.argsort(block, stable=True)
-    share = -(-bs * tokens // (sms // (2 if heads > 64 else 1)))
-    known = {8: 32, 16: 64, 32: 128, 64: 192}
-    limit = next((size for most, size in known.items() if share <= most), -(-share // 256) * 256)
-    at = token % tokens
-    end = torch.clamp((at // limit + 1) * limit, max=tokens)
-    before_end = end - 1 - at
-    if name == "stripes":
-        piece = token // tokens * 10_000 + at // limit
-        return torch.argsort(-(before_end // 64) * 10_000_000 + piece, stable=True)
-    late_rows = int(name.removeprefix("late").removesuffix("s")) * 1e6 / (DIM * 2)
-    late = (before_end < min(limit, tokens) * late_rows / (bs * tokens)).long()
-    return torch.argsort(late * 10_000 + block * name.endswith("s"), stable=True)
-
-
-ORDERS = ("natural", "shuffled", "stripes", "late12", "late12s", "late24s", "late40", "late40s")
-
-
-def attend_in_order(lab: Lab, heads: int, bs: int, tokens: int) -> dict[str, float]:
-    """FlashInfer's bf16 kernel behind the plain cast, and behind others in the `ORDERS`."""
-    live = bs * tokens
-    slots, count = lab.make_list(live, 64)
-    i32: dict[str, Any] = {"dtype": torch.int32, "device": lab.device}
-    qo_indptr = torch.arange(bs + 1, **i32)
-    q = torch.randn(bs, heads, DIM, dtype=torch.bfloat16, device=lab.device) * 0.3
-    out = torch.empty(bs, heads, 512, dtype=torch.bfloat16, device=lab.device)
-    rows = lab.rows
-
-    def attend(layer: int, wrapper: Any, variant: Variant, listed: torch.Tensor) -> None:
-        lab.cast(layer, variant, listed, count, live)
-        wrapper.run(q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:], out=out)
-
-    ways, expected = {}, None
-    for name in ORDERS:
-        order = make_order(name, heads, bs, tokens, lab.multiprocessors).to(lab.device)
-        listed = torch.zeros_like(slots)
-        listed[:live] = slots[order]
-        kv_rows = torch.empty(live, **i32)
-        kv_rows[order] = torch.arange(live, **i32)
-        wrapper = make_wrapper(qo_indptr, qo_indptr * tokens, kv_rows, heads, sm_scale=192**-0.5)
-        for variant in IN_ORDER:
-            if variant.known and name != "natural":
-                continue
-            ways[f"{variant} {name}"] = partial(
-                attend, wrapper=wrapper, variant=variant, listed=listed
-            )
-            ways[f"{variant} {name}"](0)
-            expected = out.clone() if expected is None else expected
-            if not torch.equal(out, expected):
-                raise AssertionError(f"{variant} {name}: another result")
-    again = f"{IN_ORDER[0]} natural"
-    ways["again"] = ways[again]
-    found = lab.layers(list(ways.values()))
-    return {name: round(us, 2) for name, us in zip(ways, found, strict=True)}
-
-
 def main() -> None:
     """Time every variant; a line each shape, and the whole as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--attention", action="store_true", help="with FlashInfer's kernel behind")
-    parser.add_argument("--orders", action="store_true", help="only that, rows in several orders")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     lab = Lab()
     bandwidth = copy_tb_s(lab.device)
     result: dict[str, Any] = {"machine": machine(), "copy_TB_s": round(bandwidth, 3)}
-    if options.orders:
-        result["orders"] = {}
-        for heads, bs, tokens in ATTENTION:
-            found = attend_in_order(lab, heads, bs, tokens)
-            result["orders"][f"{heads}x{bs}x{tokens}"] = found
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1))
-            print(f"{heads}x{bs}x{tokens}", found, flush=True)
-        return
     result["columns"] = ["x".join(map(str, shape)) for shape in SHAPES] + ["of copy, 32x4096x64"]
     times: dict[str, list[float]] = {str(variant): [] for variant in VARIANTS}
     for bs, tokens, run in SHAPES:
