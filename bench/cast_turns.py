@@ -44,7 +44,8 @@ def load_plain_cast(tool: Path) -> Any:
     copy = Path(tempfile.mkdtemp()) / "kernel_ab_cast.py"  # triton reads the source of a kernel
     copy.write_text(source.removesuffix("main()"))
     spec = importlib.util.spec_from_file_location(copy.stem, copy)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module._gather_cast
