@@ -92,8 +92,10 @@ def _is_read_first(kv_indptr, offs, nnz, bs, pieces, ROWS: tl.constexpr):
     begin = tl.load(kv_indptr + request)
     at = offs - begin
     end = tl.minimum((at // limit + 1) * limit, tl.load(kv_indptr + request + 1) - begin)
+    # whole runs of 32 rows, as pages have them: 9 blocks of the cast, in whole lines of memory
+    since = (end - rows) // 32 * 32
     # more requests than clusters: those behind have to wait
-    return (end - 1 - at < rows) & (request < pieces)
+    return (at >= since) & (request < pieces)
 
 
 @triton.jit
@@ -247,12 +249,11 @@ def _cast_blocks(
     column = tl.arange(0, CHUNK)[None, :]
     program, programs = tl.program_id(0), tl.num_programs(0)
     # programs that share a multiprocessor share a queue, as a rule; no result depends on it
-    queues = tl.minimum(programs, QUEUES)
-    queue, at = program % queues, program // queues
-    step = (programs - queue + queues - 1) // queues  # programs of this queue
-    blocks = (tl.cdiv(n, BLOCK) - queue + queues - 1) // queues
+    queue, at = program % QUEUES, program // QUEUES
+    step = (programs - queue + QUEUES - 1) // QUEUES  # programs of this queue
+    blocks = (tl.cdiv(n, BLOCK) - queue + QUEUES - 1) // QUEUES
     while at < blocks:
-        chunk = (at * queues + queue) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        chunk = (at * QUEUES + queue) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         mask = chunk < n
         row = chunk // PER_ROW
         part = chunk % PER_ROW * CHUNK
@@ -273,7 +274,7 @@ def _cast_blocks(
                     tl.store(tickets + queue * _TICKET_STRIDE, 0)
         value = _decode_fp8(code, E5M2, HW_E4M3).to(out.dtype.element_ty)
         tl.store(dst[:, None] + column, value, mask=mask[:, None])
-        chunk = (at * queues + queue) * BLOCK + tl.arange(0, BLOCK)
+        chunk = (at * QUEUES + queue) * BLOCK + tl.arange(0, BLOCK)
         slot = tl.load(live_slots + chunk // PER_ROW, mask=chunk < n, other=0)
 
 
@@ -463,14 +464,18 @@ def list_live_slots(
 
 
 def _cast_programs(device: torch.device, chunks: int | None) -> int:
-    """Programs of a cast: fixed where a graph is captured, else cut to what the host knows."""
-    sms = _device_facts(device).multiprocessors
+    """Programs of a cast: fixed where a graph is captured, else cut to what the host knows.
+
+    At least one for each queue.
+    """
+    facts = _device_facts(device)
+    sms = facts.multiprocessors
     resident = sms * _CAST_PROGRAMS_PER_SM or _INTERPRETED_PROGRAMS
     # a graph replays with other counts than it was captured with
     if chunks is None or (sms and torch.cuda.is_current_stream_capturing()):
         return resident
     # as many blocks as there are rows to cast, up to more than fit at once, which is 2 % faster
-    return max(1, min(-(-chunks // _BLOCK_CAST), resident * 16 if sms else resident))
+    return max(facts.queues, min(-(-chunks // _BLOCK_CAST), resident * 16 if sms else resident))
 
 
 def gather_cast(

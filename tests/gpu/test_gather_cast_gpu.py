@@ -212,7 +212,7 @@ def test_what_is_cast_last_is_what_flashinfer_reads_first(kv_lens, heads, device
     theirs = {
         begin + entry
         for begin, start, end in pieces
-        for entry in range(max(start, end - rows), end)
+        for entry in range(max(start, (end - rows) // 32 * 32), end)
     }
     live = LiveSlots(num_slots, device)
     order = torch.argsort(live.update(slots, kv, len(kv_lens), q_rows=heads)).cpu()
