@@ -57,6 +57,7 @@ KERNELS = (
     "_decode_kernel",
     "_merge_kernel",
     "_claim_slots_kernel",
+    "_count_slots_kernel",
     "_compact_slots_kernel",
     "_find_rows_kernel",
     "_gather_cast_kernel",
@@ -158,11 +159,20 @@ def _gather_case(
         kv_indices.fill_(1)  # a slot that nobody holds
     kv_indices[: len(flat)] = torch.tensor(flat, dtype=torch.int32).to(device)
     kv_indptr = torch.tensor([0, *lens]).cumsum(0).to(torch.int32).to(device)
-    owner, slots = (torch.empty(num_slots, dtype=torch.int32, device=device) for _ in range(2))
+    scratch = kernels.make_scratch(num_slots, storage.device)
+    slots = torch.zeros(num_slots, dtype=torch.int32, device=device)  # as LiveSlots has it
     count = torch.empty(1, dtype=torch.int32, device=device)
-    # beside the indices, then in their place
-    for kv_rows in (torch.empty_like(kv_indices), kv_indices):
-        kernels.list_live_slots(kv_indices, kv_indptr, len(lens), owner, slots, count, kv_rows)
+    facts = kernels._device_facts(storage.device)
+    # beside the indices, then in their place; as they come, then a third of the slots last
+    for kv_rows, l2_bytes in (
+        (torch.empty_like(kv_indices), 1 << 30),
+        (kv_indices, len(flat) * 576),
+    ):
+        here = dataclasses.replace(facts, l2_bytes=l2_bytes)
+        with unittest.mock.patch.object(kernels, "_device_facts", lambda _, here=here: here):
+            kernels.list_live_slots(
+                kv_indices, kv_indptr, len(lens), scratch, slots, count, kv_rows
+            )
         number = int(count.cpu()[0])
         listed = slots[:number].cpu()
         if sorted(listed.tolist()) != live:
@@ -174,10 +184,9 @@ def _gather_case(
     want = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype)
     place = torch.searchsorted(rows, listed.long())  # of a listed slot among the sorted ones
     want[:number, :, :dim] = codes[place].view(pool_dtype).to(out_dtype)
-    facts = kernels._device_facts
     # blocks shared out, then drawn for by a fifth of the programs
     for l2_bytes, bound in ((1 << 30, number), (0, number // 5)):
-        here = dataclasses.replace(facts(storage.device), l2_bytes=l2_bytes)
+        here = dataclasses.replace(facts, l2_bytes=l2_bytes)
         wide = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype, device=device)
         with unittest.mock.patch.object(kernels, "_device_facts", lambda _, here=here: here):
             kernels.gather_cast(pool, slots, count, tickets, wide[..., :dim], bound=bound)

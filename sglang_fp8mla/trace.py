@@ -47,7 +47,7 @@ OTHER = "other"
 _CATEGORIES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device|multimem|nvshmem|"
      r"deep_?ep|all_?to_?all|Broadcast(?:_|Kernel)"),
-    ("live-row cast", r"gather_cast|live_slots|(?:claim|compact)_slots|find_rows"),
+    ("live-row cast", r"gather_cast|live_slots|(?:claim|count|compact)_slots|find_rows"),
     ("KV write", r"set_(?:mla_)?kv_buffer|store_(?:kv_?)?cache|fused_store|reshape_and_cache|"
      r"append_paged|kv_?cache_(?:write|store|copy)|copy_kv|float8_copy_kernel"),
     ("attention", r"MLAPage|mla_decode(?!_plan)|flash_?mla|fmha|cutlass_mla|"

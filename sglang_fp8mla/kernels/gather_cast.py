@@ -496,7 +496,8 @@ def gather_cast(
         pool: [num_slots, 1, dim] or [num_slots, dim], float8_e4m3fn or float8_e5m2. Rows may be
             strided; the columns of a row are contiguous. dim is 576 for DeepSeek's MLA, of which
             29 million slots are the limit.
-        live_slots: [num_slots] int32, distinct slot ids; only the first count[0] are used.
+        live_slots: [num_slots] int32, distinct slot ids. Entries at or past count[0] are loaded,
+            and not used.
         count: [1] int32, read on the device.
         tickets: of `make_tickets`; zeros before and after. Casts that may run at the same time need
             their own.

@@ -117,8 +117,9 @@ def test_extend_equals_the_full_cast_bitwise(q_lens, kv_lens, heads, device):
     assert error < 2**-7, f"relative RMS error {error:.1e}: a key was dropped or misread"
 
 
-# 32,000 rows fit the cache of a data-centre GPU; without one their blocks are drawn for
-@pytest.mark.parametrize("l2_bytes", [None, 0])
+# 32,000 rows fit the cache of a data-centre GPU; a smaller one has blocks drawn for, and rows in
+# the order in which they are read
+@pytest.mark.parametrize("l2_bytes", [None, 4 << 20, 0])
 def test_replays_with_new_lengths_bitwise(l2_bytes, device, monkeypatch):
     """One captured list + cast + run, replayed over batches that grow, shrink and share slots."""
     if l2_bytes is not None:

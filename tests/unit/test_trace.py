@@ -245,6 +245,7 @@ def test_a_missing_matplotlib_is_named_before_hours_of_reading(trace_of, monkeyp
         ("_fwd_grouped_kernel_stage1", "attention"),
         (make_trace.GATHER, "live-row cast"),
         ("_claim_slots_kernel", "live-row cast"),
+        ("_count_slots_kernel", "live-row cast"),
         ("_find_rows_kernel", "live-row cast"),
         (make_trace.WRITE, "KV write"),
         (make_trace.GEMM, "GEMM"),
