@@ -184,8 +184,8 @@ def _gather_case(
     want = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype)
     place = torch.searchsorted(rows, listed.long())  # of a listed slot among the sorted ones
     want[:number, :, :dim] = codes[place].view(pool_dtype).to(out_dtype)
-    # blocks shared out, then drawn for by a fifth of the programs
-    for l2_bytes, bound in ((1 << 30, number), (0, number // 5)):
+    # blocks shared out, for a small batch and for a large one; drawn for by a fifth of the programs
+    for l2_bytes, bound in ((1 << 30, number), (number * dim * 8, number), (0, number // 5)):
         here = dataclasses.replace(facts, l2_bytes=l2_bytes)
         wide = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype, device=device)
         with unittest.mock.patch.object(kernels, "_device_facts", lambda _, here=here: here):

@@ -303,8 +303,9 @@ def _gather_cast_kernel(
     where 576 columns end short of a power of two. With OVERLAP a program may start while the kernel
     before it drains; all that it reads or writes lies behind the wait.
 
-    Rows that fit the cache stay there for attention, so the FP8 bytes, read once, are marked to
-    leave first. More rows than that pass through. Then the warps of a multiprocessor drift apart if
+    Rows that fit the cache stay there for attention, so where they fill much of it the FP8 bytes
+    are marked to leave first; a small batch has room for both, and its bytes may be read again
+    before they would have to leave. More rows than the cache holds pass through. Then the warps of a multiprocessor drift apart if
     each has its share, which costs memory its order and up to 3 %; so they draw the next block. One
     counter for all would be slower still: it gives one block in two nanoseconds at most.
     """
@@ -315,7 +316,13 @@ def _gather_cast_kernel(
     slot = tl.load(live_slots + row, mask=row < capacity, other=0)
     rows = tl.load(count)
     n = rows * (DIM // CHUNK)
-    if rows <= CACHED_ROWS:
+    if rows <= CACHED_ROWS // 8:
+        _cast_blocks(
+            pool, live_slots, tickets, out, slot, n, 1,
+            STRIDE_POOL, STRIDE_OUT, DIM, CHUNK, BLOCK, E5M2, HW_E4M3,
+            EVICT="", DRAW=False,
+        )  # fmt: skip
+    elif rows <= CACHED_ROWS:
         _cast_blocks(
             pool, live_slots, tickets, out, slot, n, 1,
             STRIDE_POOL, STRIDE_OUT, DIM, CHUNK, BLOCK, E5M2, HW_E4M3,

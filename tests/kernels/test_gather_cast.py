@@ -392,9 +392,9 @@ def test_a_step_of_an_empty_batch_lists_nothing(device):
     assert slots.count.item() == 0
 
 
-# rows that the cache holds are shared out, more than that are drawn for: all of one kind, and with
-# 64 columns some of either
-@pytest.mark.parametrize("l2_bytes", [0, 16_384, 1 << 30])
+# rows that the cache holds are shared out, in two ways, more than that are drawn for: all of one
+# kind, and some of each
+@pytest.mark.parametrize("l2_bytes", [0, 16_384, 1 << 20, 1 << 30])
 @pytest.mark.parametrize("dim", [64, 576])
 @pytest.mark.parametrize("bound", [None, 0, 1, 8, 533, 10_000])  # 533: 150 programs, 132 queues
 def test_no_result_depends_on_who_casts_a_block(bound, dim, l2_bytes, device, monkeypatch):
