@@ -304,10 +304,10 @@ def _gather_cast_kernel(
     before it drains; all that it reads or writes lies behind the wait.
 
     Rows that fit the cache stay there for attention, so where they fill much of it the FP8 bytes
-    are marked to leave first; a small batch has room for both, and its bytes may be read again
-    before they would have to leave. More rows than the cache holds pass through. Then the warps of a multiprocessor drift apart if
-    each has its share, which costs memory its order and up to 3 %; so they draw the next block. One
-    counter for all would be slower still: it gives one block in two nanoseconds at most.
+    are marked to leave first; a small batch has room for both. More rows than the cache holds pass
+    through. Then the warps of a multiprocessor drift apart if each has its share, which costs
+    memory its order and up to 3 %; so they draw the next block. One counter for all would be slower
+    still: it gives one block in two nanoseconds at most.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
