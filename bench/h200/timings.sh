@@ -6,6 +6,7 @@ export CUDA_VISIBLE_DEVICES=0
 CANDIDATE=bench.gather_candidate:attend part kernel_gather 60 python3 ~/p/tools/kernel_ab.py
 CANDIDATE=bench.decode_candidate:decode part kernel_fused 60 python3 ~/p/tools/kernel_ab.py
 part cast 30 python3 -m bench.gather_candidate
+part cast_turns 50 python3 -m bench.cast_turns ~/p/tools/kernel_ab.py --json "$OUT/cast_turns.json"
 part cast_lab 60 python3 -m bench.cast_lab --attention --json "$OUT/cast_lab.json"
 at kernels
 part calibrate 110 python3 -m sglang_fp8mla.cli calibrate --heads 8,16,64,128 --batches 1,8,64 \
