@@ -129,7 +129,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tool", type=Path, help="kernel_ab.py, whose cast is the plain one")
-    parser.add_argument("--instances", type=int, default=12, metavar="N")
+    parser.add_argument(
+        "--instances", type=int, default=12, metavar="N", help="of each shape, 12 if not given"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     plain_cast = load_plain_cast(options.tool.expanduser())
