@@ -1,11 +1,11 @@
 """Ways to lay out and schedule the cast of `gather_cast`, alone and before attention, on a GPU.
 
-    python -m bench.cast_lab [--attention] [--json FILE]
+    python -m bench.cast_lab ~/p/tools/kernel_ab.py [--attention] [--json FILE]
 
 What was tried on the way to the shipped kernel (bench/results/cast-lab.json, docs/benchmarks.md),
-and what it is held against (`known`). Microseconds a layer, four layers in a CUDA graph; a shape is
-batch x tokens x run, the run being how many live slots are neighbours. Each variant's rows are
-compared with torch's cast before it is timed.
+and what it is held against (`plain`, kernel_ab.py's own). Microseconds a layer, four layers in a
+CUDA graph; a shape is batch x tokens x run, the run being how many live slots are neighbours. Each
+variant's rows are compared with torch's cast before it is timed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,33 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.gather_candidate import copy_tb_s, make_slots, make_wrapper, time_graphs
-from sglang_fp8mla.kernels.gather_cast import _CHUNK, _cast_blocks, gather_cast, make_tickets
+from bench.gather_candidate import (
+    DIM,
+    LAYERS,
+    POOL,
+    SHAPES,
+    cast_plainly,
+    copy_tb_s,
+    load_plain_cast,
+    make_pools,
+    make_slots,
+    make_wrapper,
+    time_graphs,
+)
+from sglang_fp8mla.kernels.gather_cast import (
+    _CHUNK,
+    _cast_blocks,
+    _own_slots,
+    gather_cast,
+    make_tickets,
+)
 from sglang_fp8mla.machine import machine
 
-POOL, LAYERS, DIM = 495_552, 4, 576
 ROWS = 8  # of a block of whole rows
-SHAPES = ((1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1))
+CASTS = ((1, 64, 64), (1, 1024, 64), (1, 8192, 64), (32, 4096, 64), (32, 4096, 1))
 # heads, batch, tokens: kernel_ab.py's, then those about as large as the L2 cache
 ATTENTION = (
-    *((8, 1, 1024), (16, 1, 4096), (128, 1, 4096), (8, 1, 32768), (8, 32, 4096), (16, 32, 4096)),
-    *((16, 128, 3000), (16, 1, 131_072), (64, 32, 4096), (128, 32, 4096), (128, 128, 3000)),
+    *SHAPES,
     *((16, 32, 256), (16, 8, 1000), (16, 16, 1000), (16, 8, 4096), (16, 12, 4096), (16, 16, 4096)),
 )
 
@@ -48,7 +64,7 @@ class Variant:
     queues: int = 0  # counters that blocks are drawn from; 0: each program has its share
     evict: str = ""  # of the FP8 loads
     packed: bool = True  # row r of the list to row r, not to its own slot
-    known: bool = False  # the count is the host's: kernel_ab.py's plain cast
+    plain: bool = False  # kernel_ab.py's cast, whose grid is cut to the batch
 
     def __str__(self) -> str:
         """What differs from the defaults."""
@@ -59,7 +75,7 @@ class Variant:
 FIRST = "evict_first"
 # the first two also behind a list in another order
 VARIANTS = (
-    Variant(programs=0, known=True),
+    Variant(plain=True),
     Variant(shipped=True),
     Variant(),
     Variant(programs=0),
@@ -84,48 +100,28 @@ VARIANTS = (
 
 
 @triton.jit
-def _cast_rows(
-    pool,
-    live_slots,
-    out,
-    start,
-    n,
-    DIM: tl.constexpr,
-    T: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """Cast the rows start to start + T of the list, those below n."""
-    columns = tl.arange(0, 1024)
-    offs_t = start + tl.arange(0, T)
-    mask_t = offs_t < n
-    slot = tl.load(live_slots + offs_t, mask=mask_t, other=0)
-    src = pool + slot.to(tl.int64) * DIM
-    dst = out + (offs_t if PACKED else slot).to(tl.int64) * DIM
-    mask = mask_t[:, None] & (columns < DIM)[None, :]
-    code = tl.load(src[:, None] + columns[None, :], mask=mask, other=0)
-    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.bfloat16)
-    tl.store(dst[:, None] + columns[None, :], value, mask=mask)
-
-
-@triton.jit
 def _rows_kernel(
     pool,  # *u8 [num_slots, DIM]
     live_slots,  # *i32 [num_slots], first count[0] valid
     count,  # *i32 [1]
     out,  # *bf16 [num_slots, DIM]
-    live,  # count[0] as the host knows it; read when KNOWN
     DIM: tl.constexpr,
     T: tl.constexpr,
     PACKED: tl.constexpr,
-    KNOWN: tl.constexpr,
 ):
-    """As the shipped kernel, over blocks of T whole rows; when KNOWN, one a program."""
-    if KNOWN:  # no loop: kernel_ab.py's has none
-        _cast_rows(pool, live_slots, out, tl.program_id(0) * T, live, DIM, T, PACKED)
-    else:
-        n = tl.load(count)
-        for start in range(tl.program_id(0) * T, n, tl.num_programs(0) * T):
-            _cast_rows(pool, live_slots, out, start, n, DIM, T, PACKED)
+    """As the shipped kernel, over blocks of T whole rows."""
+    columns = tl.arange(0, 1024)
+    n = tl.load(count)
+    for start in range(tl.program_id(0) * T, n, tl.num_programs(0) * T):
+        offs_t = start + tl.arange(0, T)
+        mask_t = offs_t < n
+        slot = tl.load(live_slots + offs_t, mask=mask_t, other=0)
+        src = pool + slot.to(tl.int64) * DIM
+        dst = out + (offs_t if PACKED else slot).to(tl.int64) * DIM
+        mask = mask_t[:, None] & (columns < DIM)[None, :]
+        code = tl.load(src[:, None] + columns[None, :], mask=mask, other=0)
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.bfloat16)
+        tl.store(dst[:, None] + columns[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -144,8 +140,7 @@ def _chunks_kernel(
 ):
     """The package's blocks, all of them shared out (QUEUES 0) or drawn for, at any count."""
     tl.extra.cuda.gdc_wait()
-    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)) // (DIM // CHUNK)
-    slot = tl.load(live_slots + row, mask=row < capacity, other=0)
+    slot = _own_slots(live_slots, capacity, DIM // CHUNK, BLOCK)
     n = tl.load(count) * (DIM // CHUNK)
     _cast_blocks(
         pool, live_slots, tickets, out, slot, n, max(QUEUES, 1),
@@ -156,14 +151,13 @@ def _chunks_kernel(
 class Lab:
     """Four pools, one buffer of rows, and the launch of a variant on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain_cast: Any) -> None:
         self.device = torch.device("cuda")
         torch.manual_seed(0)
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        made = (torch.randn(POOL, 1, DIM, device=self.device) for _ in range(LAYERS))
-        self.pools = [rows.to(torch.float8_e4m3fn) for rows in made]
+        self.pools = make_pools(self.device)
         self.rows = torch.empty(POOL, 1, DIM, dtype=torch.bfloat16, device=self.device)
-        self._tickets = make_tickets(self.device)
+        self._plain_cast, self._tickets = plain_cast, make_tickets(self.device)
 
     def make_list(self, live: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots [POOL] int32, first `live` valid; count [1] int32)."""
@@ -174,6 +168,9 @@ class Lab:
     def cast(self, layer: int, variant: Variant, slots: Any, count: Any, live: int) -> None:
         """One layer. `live` is the count as the host knows it: the grid of `programs=0`."""
         pool = self.pools[layer]
+        if variant.plain:
+            cast_plainly(self._plain_cast, pool, slots[:live], self.rows)
+            return
         if variant.shipped:
             gather_cast(pool, slots, count, self._tickets, self.rows)
             return
@@ -201,11 +198,9 @@ class Lab:
             slots,
             count,
             self.rows,
-            live,
             DIM=DIM,
             T=ROWS,
             PACKED=variant.packed,
-            KNOWN=variant.known,
             num_warps=variant.warps,
         )
 
@@ -268,15 +263,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("tool", type=Path, help="kernel_ab.py, whose cast is the plain one")
     parser.add_argument("--attention", action="store_true", help="with FlashInfer's kernel behind")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    lab = Lab()
+    lab = Lab(load_plain_cast(options.tool))
     bandwidth = copy_tb_s(lab.device)
     result: dict[str, Any] = {"machine": machine(), "copy_TB_s": round(bandwidth, 3)}
-    result["columns"] = ["x".join(map(str, shape)) for shape in SHAPES] + ["of copy, 32x4096x64"]
+    result["columns"] = ["x".join(map(str, shape)) for shape in CASTS] + ["of copy, 32x4096x64"]
     times: dict[str, list[float]] = {str(variant): [] for variant in VARIANTS}
-    for bs, tokens, run in SHAPES:
+    for bs, tokens, run in CASTS:
         live = bs * tokens
         slots, count = lab.make_list(live, run)
         ways: list[Callable[[int], None]] = []

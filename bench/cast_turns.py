@@ -11,10 +11,8 @@ an instance take turns. `control` is the plain cast once more. Ratios are to the
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import random
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,75 +21,51 @@ from typing import Any
 
 import torch
 
-from bench.gather_candidate import make_slots, make_wrapper, time_graph, time_graphs
-from sglang_fp8mla.machine import machine
-from sglang_fp8mla.workspace import LiveSlots, Workspace
-
-POOL, LAYERS, DIM = 495_552, 4, 576
-# heads, batch, tokens: kernel_ab.py's
-SHAPES = (
-    *((8, 1, 1024), (16, 1, 4096), (128, 1, 4096), (8, 1, 32768), (8, 32, 4096), (16, 32, 4096)),
-    *((16, 128, 3000), (16, 1, 131_072), (64, 32, 4096), (128, 32, 4096), (128, 128, 3000)),
+from bench.gather_candidate import (
+    DIM,
+    LAYERS,
+    POOL,
+    SHAPES,
+    Attention,
+    load_plain_cast,
+    make_pools,
+    make_slots,
+    time_graph,
+    time_graphs,
 )
+from sglang_fp8mla.machine import machine
+from sglang_fp8mla.workspace import LiveSlots
+
 ARMS = ("plain", "control", "gather_cast")
-
-
-def load_plain_cast(tool: Path) -> Any:
-    """The Triton kernel of kernel_ab.py, which runs when it is imported: all but its last line."""
-    source = tool.read_text().rstrip()
-    if not source.endswith("\nmain()"):
-        raise SystemExit(f"{tool}: expected to end in main()")
-    copy = Path(tempfile.mkdtemp()) / "kernel_ab_cast.py"  # triton reads the source of a kernel
-    copy.write_text(source.removesuffix("main()"))
-    spec = importlib.util.spec_from_file_location(copy.stem, copy)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module._gather_cast
 
 
 class Instance:
     """One batch, and an arm's way to attend over it."""
 
     def __init__(self, heads: int, bs: int, tokens: int, pools: list[torch.Tensor]) -> None:
-        self.device, self.pools = pools[0].device, pools
-        i32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        self.heads, self.bs, self.live = heads, bs, bs * tokens
-        self.slots = make_slots(POOL, -(-self.live // 64) * 64, 64, self.device)[: self.live]
-        self.qo_indptr = torch.arange(bs + 1, **i32)
-        self.kv_indptr = self.qo_indptr * tokens
-        self.natural = torch.arange(self.live, **i32)
-        q = torch.randn(bs, heads, DIM, dtype=torch.bfloat16, device=self.device) * 0.3
+        device, self.pools = pools[0].device, pools
+        self.heads, self.bs, live = heads, bs, bs * tokens
+        self.slots = make_slots(POOL, -(-live // 64) * 64, 64, device)[:live]
+        self.kv_indptr = torch.arange(bs + 1, dtype=torch.int32, device=device) * tokens
+        q = torch.randn(bs, heads, DIM, dtype=torch.bfloat16, device=device) * 0.3
         self.q_nope, self.q_pe = q[..., :512], q[..., 512:]
-        self.out = torch.empty(bs, heads, 512, dtype=torch.bfloat16, device=self.device)
+        self.out = torch.empty(bs, heads, 512, dtype=torch.bfloat16, device=device)
 
-    def make_arm(self, name: str, plain_cast: Any) -> Callable[[], None]:
-        """All layers of one arm, on rows and a wrapper of its own."""
-        workspace = Workspace(POOL, DIM, torch.bfloat16, self.device)
-        rows, live = workspace.rows, LiveSlots(POOL, self.device)
-        kv_rows = self.natural
-        if name == "gather_cast":
-            kv_rows = live.update(self.slots, self.kv_indptr, self.bs, q_rows=self.heads)
-        wrapper = make_wrapper(
-            self.qo_indptr, self.kv_indptr, kv_rows, self.heads, sm_scale=192**-0.5
+    def make_arm(self, plain_cast: Any) -> Callable[[], None]:
+        """All layers of one arm, on rows and a wrapper of its own; None: `gather_cast`."""
+        attention = Attention(
+            self.q_nope, self.pools[0], self.kv_indptr, self.slots, 192**-0.5, plain_cast
         )
 
         def step() -> None:
             for pool in self.pools:
-                if name == "gather_cast":
-                    workspace.fill(pool, live)
-                else:
-                    plain_cast[(-(-self.live // 8),)](
-                        pool, self.slots, rows, self.live, DIM, 1024, 8, num_warps=4
-                    )
-                wrapper.run(self.q_nope, self.q_pe, rows[..., :512], rows[..., 512:], out=self.out)
+                attention.run(self.q_nope, self.q_pe, pool, self.out)
 
         return step
 
     def time_list(self) -> float:
         """Microseconds to list the live slots and to renumber a copy of the indices."""
-        live = LiveSlots(POOL, self.device)
+        live = LiveSlots(POOL, self.slots.device)
         list_all = partial(live.update, self.slots, self.kv_indptr, self.bs, q_rows=self.heads)
         return time_graph(list_all, 31)
 
@@ -106,7 +80,7 @@ def time_shape(
         instance = Instance(*shape, pools)
         # what is made first lies elsewhere: no arm is always the first
         names = random.sample(ARMS, len(ARMS))
-        arms = [instance.make_arm(name, plain_cast) for name in names]
+        arms = [instance.make_arm(None if n == "gather_cast" else plain_cast) for n in names]
         outputs = []
         for arm in arms:
             arm()
@@ -134,11 +108,10 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    plain_cast = load_plain_cast(options.tool.expanduser())
+    plain_cast = load_plain_cast(options.tool)
     torch.manual_seed(0)
     random.seed(0)
-    made = (torch.randn(POOL, 1, DIM, device="cuda") for _ in range(LAYERS))
-    pools = [rows.to(torch.float8_e4m3fn) for rows in made]
+    pools = make_pools(torch.device("cuda"))
     result: dict[str, Any] = {"machine": machine(), "instances": options.instances, "shapes": {}}
     for heads, bs, tokens in SHAPES:
         found = time_shape((heads, bs, tokens), options.instances, pools, plain_cast)

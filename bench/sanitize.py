@@ -127,6 +127,20 @@ GATHER_CASES: tuple[tuple[list[int], int, int], ...] = (
 GATHER_DTYPES = tuple((pool, out) for pool in (E4M3, E5M2) for out in (BF16, FP16, FP32))
 
 
+@contextlib.contextmanager
+def _l2_cache(l2_bytes: int) -> Iterator[None]:
+    """The list and the cast as on a device with so large an L2 cache."""
+    from sglang_fp8mla.kernels import gather_cast as kernels
+
+    real = kernels._device_facts
+
+    def facts(device: torch.device) -> Any:
+        return dataclasses.replace(real(device), l2_bytes=l2_bytes)
+
+    with unittest.mock.patch.object(kernels, "_device_facts", facts):
+        yield
+
+
 def _gather_case(
     lens: list[int], shared: int, dim: int, dtypes: tuple[str, str], device: str, poison: bool
 ) -> None:
@@ -162,14 +176,12 @@ def _gather_case(
     scratch = kernels.make_scratch(num_slots, storage.device)
     slots = torch.zeros(num_slots, dtype=torch.int32, device=device)  # as LiveSlots has it
     count = torch.empty(1, dtype=torch.int32, device=device)
-    facts = kernels._device_facts(storage.device)
     # beside the indices, then in their place; as they come, then a third of the slots last
     for kv_rows, l2_bytes in (
         (torch.empty_like(kv_indices), 1 << 30),
         (kv_indices, len(flat) * 576),
     ):
-        here = dataclasses.replace(facts, l2_bytes=l2_bytes)
-        with unittest.mock.patch.object(kernels, "_device_facts", lambda _, here=here: here):
+        with _l2_cache(l2_bytes):
             kernels.list_live_slots(
                 kv_indices, kv_indptr, len(lens), scratch, slots, count, kv_rows
             )
@@ -186,9 +198,8 @@ def _gather_case(
     want[:number, :, :dim] = codes[place].view(pool_dtype).to(out_dtype)
     # blocks shared out, for a small batch and for a large one; drawn for by a fifth of the programs
     for l2_bytes, bound in ((1 << 30, number), (number * dim * 8, number), (0, number // 5)):
-        here = dataclasses.replace(facts, l2_bytes=l2_bytes)
         wide = torch.full((num_slots, 1, dim + 8), -3.0, dtype=out_dtype, device=device)
-        with unittest.mock.patch.object(kernels, "_device_facts", lambda _, here=here: here):
+        with _l2_cache(l2_bytes):
             kernels.gather_cast(pool, slots, count, tickets, wide[..., :dim], bound=bound)
         torch.testing.assert_close(wide.cpu(), want, rtol=0, atol=0, equal_nan=True)
     if tickets.cpu().any():

@@ -238,19 +238,16 @@ def _cast_with_kernels(
     # read once, when triton is first imported
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        import torch
         from triton.runtime.errors import InterpreterError
 
-        from .kernels.gather_cast import gather_cast, list_live_slots, make_scratch, make_tickets
+        from .kernels.gather_cast import gather_cast
+        from .workspace import LiveSlots
     except ImportError as error:
         return str(error)
-    scratch = make_scratch(pool.shape[0], pool.device)
-    live_slots = torch.empty(pool.shape[0], dtype=torch.int32)
-    count = torch.zeros(1, dtype=torch.int32)
+    live = LiveSlots(pool.shape[0], pool.device)
     try:
-        bs = len(kv_indptr) - 1
-        list_live_slots(kv_indices, kv_indptr, bs, scratch, live_slots, count, kv_rows)
-        gather_cast(pool, live_slots, count, make_tickets(pool.device), workspace)
+        kv_rows.copy_(live.update(kv_indices, kv_indptr, len(kv_indptr) - 1))
+        gather_cast(pool, live.slots, live.count, live.tickets, workspace)
     # Symptom: TypeError in every loop. Cause: the interpreter turns an array of one element into an
     # int, which numpy 2.5 refuses (seen with triton 3.6). Enough: no server uses the interpreter.
     # Remove: when the oldest triton that we support runs with the numpy that pip brings.

@@ -531,7 +531,8 @@ def _miscast_codes(device: str) -> list[str]:
     """The casts, as `dtype to dtype`, for which the kernel gave a wrong value on `device`."""
     import torch
 
-    from .kernels.gather_cast import gather_cast, list_live_slots, make_scratch, make_tickets
+    from .kernels.gather_cast import gather_cast
+    from .workspace import LiveSlots
 
     bad = []
     for pool_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -542,14 +543,11 @@ def _miscast_codes(device: str) -> list[str]:
         pool = codes.to(device).view(pool_dtype)
         kv_indices = torch.arange(1, 64, 2, dtype=torch.int32, device=device)
         kv_indptr = torch.tensor([0, kv_indices.numel()], dtype=torch.int32, device=device)
-        scratch = make_scratch(64, pool.device)
-        live = torch.empty(64, dtype=torch.int32, device=device)
-        count = torch.zeros(1, dtype=torch.int32, device=device)
-        kv_rows = torch.empty_like(kv_indices)
-        list_live_slots(kv_indices, kv_indptr, 1, scratch, live, count, kv_rows)
+        live = LiveSlots(64, pool.device)
+        kv_rows = live.update(kv_indices, kv_indptr, 1)
         for out_dtype in (torch.bfloat16, torch.float16):
             out = torch.full((64, 576), 7.0, dtype=out_dtype, device=device)
-            gather_cast(pool, live, count, make_tickets(pool.device), out)
+            gather_cast(pool, live.slots, live.count, live.tickets, out)
             want = codes.view(pool_dtype).to(torch.float32).to(out_dtype)[1::2]
             rows, rest = out.cpu()[kv_rows.cpu().long()], out.cpu()[kv_indices.numel() :]
             right = torch.equal(rows.nan_to_num(12345.0), want.nan_to_num(12345.0))

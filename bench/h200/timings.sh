@@ -7,7 +7,7 @@ CANDIDATE=bench.gather_candidate:attend part kernel_gather 60 python3 ~/p/tools/
 CANDIDATE=bench.decode_candidate:decode part kernel_fused 60 python3 ~/p/tools/kernel_ab.py
 part cast 30 python3 -m bench.gather_candidate
 part cast_turns 50 python3 -m bench.cast_turns ~/p/tools/kernel_ab.py --json "$OUT/cast_turns.json"
-part cast_lab 60 python3 -m bench.cast_lab --attention --json "$OUT/cast_lab.json"
+part cast_lab 60 python3 -m bench.cast_lab ~/p/tools/kernel_ab.py --attention --json "$OUT/cast_lab.json"
 at kernels
 part calibrate 110 python3 -m sglang_fp8mla.cli calibrate --heads 8,16,64,128 --batches 1,8,64 \
   --lengths 1024,16384 --repeat 6 --out "$OUT/profile.json"

@@ -222,12 +222,22 @@ def _decode_fp8(code, E5M2: tl.constexpr, HW_E4M3: tl.constexpr):
 
 
 @triton.jit
+def _own_slots(live_slots, capacity, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """The slots of a program's own block, asked for beside the count, not behind it.
+
+    Worth 0.3 to 0.6 us at 131,072 rows. Past the count they are old ones, and not used.
+    """
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)) // PER_ROW
+    return tl.load(live_slots + row, mask=row < capacity, other=0)
+
+
+@triton.jit
 def _cast_blocks(
     pool,
     live_slots,
     tickets,
     out,
-    slot,  # [BLOCK], of the chunks of the program's own block; any value from chunk n on
+    slot,  # [BLOCK], of _own_slots
     n,  # chunks
     QUEUES: tl.constexpr,
     STRIDE_POOL: tl.constexpr,
@@ -311,9 +321,7 @@ def _gather_cast_kernel(
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    # asked for with the count, not behind it: 0.4 us
-    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)) // (DIM // CHUNK)
-    slot = tl.load(live_slots + row, mask=row < capacity, other=0)
+    slot = _own_slots(live_slots, capacity, DIM // CHUNK, BLOCK)
     rows = tl.load(count)
     n = rows * (DIM // CHUNK)
     if rows <= CACHED_ROWS // 8:

@@ -61,12 +61,12 @@ def test_a_wrong_row_is_seen(monkeypatch):
 def test_survives_an_interpreter_that_fails(monkeypatch, capsys):
     """numpy 2.5 breaks Triton's interpreter: the demo says so and goes on with torch."""
     errors = pytest.importorskip("triton.runtime.errors")
-    from sglang_fp8mla.kernels import gather_cast
+    from sglang_fp8mla import workspace
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise errors.InterpreterError("only 0-dimensional arrays can be converted")
 
-    monkeypatch.setattr(gather_cast, "list_live_slots", fail)
+    monkeypatch.setattr(workspace, "list_live_slots", fail)
     assert cli.main(["demo", "--pool", "64", "--prefix", "4", "--own", "1"]) == 0
     out = capsys.readouterr().out
     assert "equal to the last bit" in out

@@ -362,12 +362,12 @@ def test_self_test_on_this_machine():
 def test_self_test_without_a_working_interpreter(monkeypatch, capsys):
     """No GPU and a numpy that the interpreter does not know: a warning, not a wrong kernel."""
     errors = pytest.importorskip("triton.runtime.errors")
-    from sglang_fp8mla.kernels import gather_cast
+    from sglang_fp8mla import workspace
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise errors.InterpreterError("only 0-dimensional arrays can be converted")
 
-    monkeypatch.setattr(gather_cast, "list_live_slots", fail)
+    monkeypatch.setattr(workspace, "list_live_slots", fail)
     code = doctor._self_test_main()
     line = capsys.readouterr().out
     done = subprocess.CompletedProcess([], code, stdout=line, stderr="")
